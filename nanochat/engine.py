@@ -1,0 +1,309 @@
+"""Token streams from a model: the key/value cache, sampling, and generation with the calculator tool.
+
+The engine knows token ids only; the tokenizer serves the tool's markers and its expression text.
+Shapes: L layers, B batch rows, T positions, H key/value heads, D head dim, V vocabulary.
+"""
+
+import ast
+import math
+import operator
+import re
+import warnings
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+
+from nanochat.common import COMPUTE_DTYPE
+
+# ---------------------------------------------------------------------------- calculator
+
+MAX_EXPRESSION = 1000  # characters; also bounds the digits of a product
+BINARY = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+}
+UNARY = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+
+
+def use_calculator(expr):
+    """Value of an arithmetic expression (+ - * / // and parentheses) or of "text".count("part"); None for all else.
+
+    Only these node types of the parsed expression are ever computed; commas between digits are dropped (1,000).
+    """
+    quoted = "'" in expr or '"' in expr
+    text = (expr if quoted else re.sub(r"(?<=\d),(?=\d)", "", expr)).strip()
+    if len(text) > MAX_EXPRESSION:
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            node = ast.parse(text, mode="eval").body
+        return _count(node) if quoted else _number(node)
+    except (ArithmeticError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def _number(node):
+    match node:
+        case ast.Constant(value=value) if type(value) in (int, float):
+            result = value
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in BINARY:
+            result = BINARY[type(op)](_number(left), _number(right))
+        case ast.UnaryOp(op=op, operand=operand) if type(op) in UNARY:
+            result = UNARY[type(op)](_number(operand))
+        case _:
+            raise ValueError("not arithmetic")
+    if not math.isfinite(result):
+        raise ValueError("not finite")
+    return result
+
+
+def _count(node):
+    match node:
+        case ast.Call(
+            func=ast.Attribute(value=ast.Constant(value=str(text)), attr="count"),
+            args=[ast.Constant(value=str(part))],
+            keywords=[],
+        ):
+            return text.count(part)
+    raise ValueError("not a count")
+
+
+# ---------------------------------------------------------------------------- cache
+
+
+class KVCache:
+    """Keys and values of every layer, plus the state that lets a forward continue where the last one ended.
+
+    `k_cache`, `v_cache` (L, B, T, H, D) are views of storage (L, B, H, T, D), so that attention reads each head
+    contiguously. `cache_seqlens` (B,) int32 counts the filled positions, the same in all rows; `get_pos()` is that
+    number without asking the device. `prev_embedding` (B, 1, C) is the last token's embedding, kept for the smear.
+    """
+
+    def __init__(self, batch_size, num_heads, seq_len, head_dim, num_layers, device, dtype):
+        storage = (num_layers, batch_size, num_heads, seq_len, head_dim)
+        self.batch_size, self.max_seq_len = batch_size, seq_len
+        self.n_layers, self.n_heads, self.head_dim = num_layers, num_heads, head_dim
+        self.k_cache = torch.zeros(storage, device=device, dtype=dtype).transpose(2, 3)
+        self.v_cache = torch.zeros(storage, device=device, dtype=dtype).transpose(2, 3)
+        self.cache_seqlens = torch.zeros(batch_size, dtype=torch.int32, device=device)
+        self.prev_embedding = None
+        self._pos = 0
+
+    def reset(self):
+        """Forget everything; the memory stays."""
+        self.cache_seqlens.zero_()
+        self.prev_embedding = None
+        self._pos = 0
+
+    def get_pos(self) -> int:
+        """Filled positions."""
+        return self._pos
+
+    def get_layer_cache(self, layer_idx):
+        """(keys, values) of one layer, views of shape (B, T, H, D)."""
+        return self.k_cache[layer_idx], self.v_cache[layer_idx]
+
+    def check(self, num_tokens):
+        """Raises ValueError when `num_tokens` more do not fit; a forward calls it before it writes."""
+        if self._pos + num_tokens > self.max_seq_len:
+            raise ValueError(
+                f"the KV cache holds {self.max_seq_len} positions: {self._pos} are filled and {num_tokens} more do not "
+                "fit; make it longer or the prompt shorter"
+            )
+
+    def advance(self, num_tokens):
+        """Count `num_tokens` more positions as filled; ValueError past the end."""
+        self.check(num_tokens)
+        self._pos += num_tokens
+        self.cache_seqlens += num_tokens
+
+    def prefill(self, other):
+        """Start from the content of `other`, whose one row is repeated over the batch (or which has as many rows).
+
+        Raises ValueError when this cache is not empty, too short, or of another shape.
+        """
+        shape, source = (self.n_layers, self.n_heads, self.head_dim), (other.n_layers, other.n_heads, other.head_dim)
+        if self._pos:
+            raise ValueError(f"prefill needs an empty KV cache: {self._pos} positions are filled; call reset() first")
+        if shape != source or other.batch_size not in (1, self.batch_size):
+            raise ValueError(
+                f"prefill from (layers, heads, head_dim) {source} and {other.batch_size} rows into {shape} and "
+                f"{self.batch_size} rows"
+            )
+        self.check(other.get_pos())
+        filled = slice(0, other.get_pos())
+        self.k_cache[:, :, filled] = other.k_cache[:, :, filled]
+        self.v_cache[:, :, filled] = other.v_cache[:, :, filled]
+        self.advance(other.get_pos())
+        if other.prev_embedding is not None:
+            self.prev_embedding = other.prev_embedding.expand(self.batch_size, -1, -1).clone()
+
+
+# ---------------------------------------------------------------------------- sampling
+
+
+@torch.inference_mode()
+def sample_next_token(logits, rng, temperature=1.0, top_k=None):
+    """One token per row: logits (B, V) -> ids (B, 1). Temperature 0 takes the most likely; top_k None or 0 keeps all.
+
+    Raises ValueError for a negative temperature or top_k.
+    """
+    if temperature < 0 or (top_k is not None and top_k < 0):
+        raise ValueError(f"temperature {temperature} and top_k {top_k} must not be negative")
+    if temperature == 0:
+        return logits.argmax(dim=-1, keepdim=True)
+    if not top_k:
+        return torch.multinomial(F.softmax(logits / temperature, dim=-1), num_samples=1, generator=rng)
+    best, ids = logits.topk(min(top_k, logits.size(-1)), dim=-1)
+    return ids.gather(1, torch.multinomial(F.softmax(best / temperature, dim=-1), num_samples=1, generator=rng))
+
+
+# ---------------------------------------------------------------------------- generation
+
+
+@dataclass(frozen=True)
+class Markers:
+    """Token ids that steer a row: the tool's begin and end, its result's, and the two that end the row."""
+
+    python_start: int
+    python_end: int
+    output_start: int
+    output_end: int
+    terminal: frozenset
+
+    @classmethod
+    def of(cls, tokenizer):
+        names = ("python_start", "python_end", "output_start", "output_end", "assistant_end")
+        *tool, assistant_end = (tokenizer.encode_special(f"<|{name}|>") for name in names)
+        return cls(*tool, terminal=frozenset((assistant_end, tokenizer.get_bos_token_id())))
+
+
+@dataclass
+class Row:
+    """What one sample is in the middle of: a tool call being written (`expression`), a result still to be forced."""
+
+    forced: deque = field(default_factory=deque)
+    expression: list | None = None
+    completed: bool = False
+
+    def take(self, sampled, markers, tokenizer):
+        """(token, mask) that the row takes: the next forced token (mask 0) before the sampled one (mask 1)."""
+        token, mask = (self.forced.popleft(), 0) if self.forced else (sampled, 1)
+        self.completed |= token in markers.terminal
+        if token == markers.python_start:
+            self.expression = []
+        elif token == markers.python_end:
+            self._call(markers, tokenizer)
+        elif self.expression is not None:
+            self.expression.append(token)
+        return token, mask
+
+    def _call(self, markers, tokenizer):
+        result = use_calculator(tokenizer.decode(self.expression)) if self.expression else None
+        self.expression = None
+        if result is not None:
+            self.forced.extend((markers.output_start, *tokenizer.encode(str(result)), markers.output_end))
+
+
+def _vocab_size(model):
+    """The model's vocabulary without padding rows; infinite for a foreign model that does not state it."""
+    return getattr(model.config, "vocab_size", math.inf)
+
+
+class Engine:
+    """Generation with one prefill of the prompt and one cached step per token."""
+
+    def __init__(self, model, tokenizer):
+        self.model = model
+        self.tokenizer = tokenizer
+
+    def generate(self, tokens, num_samples=1, max_tokens=None, temperature=1.0, top_k=None, seed=42):
+        """Iterator of (token per sample, mask per sample); mask 1 = sampled, 0 = forced by the tool.
+
+        Ends after `max_tokens` (None: when prompt and continuation fill the model's sequence_len) or once every sample
+        has met an end token; samples that ended earlier keep producing. Raises ValueError for an empty prompt, an
+        id outside the vocabulary, a prompt without room behind it, and senseless numbers.
+        """
+        limit = self._check(tokens, num_samples, max_tokens)
+        return self._stream(tokens, num_samples, limit, temperature, top_k, seed)
+
+    def _check(self, tokens, num_samples, max_tokens):
+        """The number of tokens to generate, after every check of the arguments."""
+        if len(tokens) == 0:
+            raise ValueError("the prompt is empty: it needs at least one token, for instance <|bos|>")
+        if not all(isinstance(token, int) for token in tokens):
+            raise ValueError("the prompt must be a list of int token ids")
+        size = _vocab_size(self.model)
+        outside = [token for token in tokens if not 0 <= token < size]
+        if outside:
+            raise ValueError(f"token id {outside[0]} in the prompt is outside the vocabulary 0..{size - 1}")
+        if num_samples < 1 or (max_tokens is not None and max_tokens < 0):
+            raise ValueError(f"num_samples {num_samples} must be at least 1 and max_tokens {max_tokens} at least 0")
+        if max_tokens is not None:
+            return max_tokens
+        context = self.model.config.sequence_len
+        if len(tokens) >= context:
+            raise ValueError(
+                f"the prompt has {len(tokens)} tokens and the model's sequence_len is {context}: shorten the prompt "
+                "or give max_tokens"
+            )
+        return context - len(tokens)
+
+    def _cache(self, batch_size, seq_len):
+        config = self.model.config
+        return KVCache(
+            batch_size=batch_size,
+            num_heads=config.n_kv_head,
+            seq_len=seq_len,
+            head_dim=config.n_embd // config.n_head,
+            num_layers=config.n_layer,
+            device=self.model.get_device(),
+            dtype=COMPUTE_DTYPE,
+        )
+
+    @torch.inference_mode()
+    def _stream(self, tokens, num_samples, limit, temperature, top_k, seed):
+        device = self.model.get_device()
+        rng = torch.Generator(device=device).manual_seed(seed)
+        markers = Markers.of(self.tokenizer)
+        rows = [Row() for _ in range(num_samples)]
+        if limit == 0:
+            return
+        total = len(tokens) + limit
+        cache = self._cache(1, total if num_samples == 1 else len(tokens))
+        logits = self.model.forward(torch.tensor([tokens], device=device), kv_cache=cache)[:, -1]
+        if num_samples > 1:
+            prompt, cache = cache, self._cache(num_samples, total)
+            cache.prefill(prompt)
+            del prompt
+        logits = logits.expand(num_samples, -1)
+        for remaining in reversed(range(limit)):
+            sampled = sample_next_token(logits, rng, temperature, top_k)[:, 0].tolist()
+            taken = [row.take(token, markers, self.tokenizer) for row, token in zip(rows, sampled, strict=True)]
+            column, masks = (list(part) for part in zip(*taken, strict=True))
+            yield column, masks
+            if remaining == 0 or all(row.completed for row in rows):
+                return
+            ids = torch.tensor(column, device=device).unsqueeze(1)
+            logits = self.model.forward(ids, kv_cache=cache)[:, -1]
+
+    def generate_batch(self, tokens, num_samples=1, **kwargs):
+        """(sequences, masks): per sample the prompt and its continuation up to its end token, which is left out."""
+        terminal = Markers.of(self.tokenizer).terminal
+        results = [list(tokens) for _ in range(num_samples)]
+        masks = [[0] * len(tokens) for _ in range(num_samples)]
+        open_rows = set(range(num_samples))
+        for column, column_masks in self.generate(tokens, num_samples, **kwargs):
+            for i in sorted(open_rows):
+                if column[i] in terminal:
+                    open_rows.remove(i)
+                else:
+                    results[i].append(column[i])
+                    masks[i].append(column_masks[i])
+        return results, masks
