@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv in the repository with everything that pyproject.toml pins. A second call takes under a second.
 #   bash runs/setup.sh
-#   PYTHON=/path/to/python3.12 bash runs/setup.sh   another base Python (3.10 or newer)
+#   PYTHON=/path/to/python3.12 bash runs/setup.sh   another base Python (3.10 to 3.14)
 #   INSTALLER=pip bash runs/setup.sh                pip although uv is there (pip | uv)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -9,12 +9,13 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 die() { printf 'setup: %s\n' "$*" >&2; exit 1; }
 say() { printf 'setup: %s\n' "$*"; }
 
-good_python() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; }
+# The Pythons that torch 2.13 has wheels for.
+good_python() { "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 15))' 2>/dev/null; }
 
-find_python() { # prints the first Python >= 3.10, nothing when there is none
+find_python() { # prints the first good Python, nothing when there is none
     local name
     if [ -n "${PYTHON:-}" ]; then
-        good_python "$PYTHON" || die "PYTHON=$PYTHON does not run or is older than 3.10; name another one"
+        good_python "$PYTHON" || die "PYTHON=$PYTHON is not a Python from 3.10 to 3.14 that runs; name another one"
         command -v "$PYTHON"
         return
     fi
@@ -35,6 +36,7 @@ if [ -x .venv/bin/python ] && [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted"
 fi
 
 installer=${INSTALLER:-$(command -v uv >/dev/null && echo uv || echo pip)}
+case $installer in uv | pip) ;; *) die "INSTALLER=$installer: use uv or pip" ;; esac
 python=$(find_python)
 links=${PIP_FIND_LINKS:-}
 if [ -z "$links" ] && [ -n "$python" ]; then links=$("$python" -m pip config get global.find-links 2>/dev/null || true); fi
@@ -57,12 +59,12 @@ say "download on a first call: $size"
 
 make_venv_with_uv() {
     command -v uv >/dev/null || die "INSTALLER=uv, but there is no uv; install it or leave INSTALLER away"
-    if [ -z "$python" ]; then say "no Python 3.10 or newer found: uv fetches one"; fi
-    uv venv --quiet --allow-existing --python "${python:->=3.10}" .venv
+    if [ -z "$python" ]; then say "no Python 3.10 to 3.14 found: uv fetches one"; fi
+    uv venv --quiet --allow-existing --python "${python:->=3.10,<3.15}" .venv
 }
 
 make_venv_with_pip() {
-    [ -n "$python" ] || die "no Python 3.10 or newer found; install one, or name it: PYTHON=/path/to/python3 bash runs/setup.sh"
+    [ -n "$python" ] || die "no Python 3.10 to 3.14 found; install one, or name it: PYTHON=/path/to/python3 bash runs/setup.sh"
     "$python" -c 'import venv, ensurepip' 2>/dev/null ||
         die "$python has no venv module; on Debian and Ubuntu: apt-get install python3-venv (or install uv)"
     "$python" -m venv .venv
@@ -73,17 +75,21 @@ install_with_uv() {
         UV_FIND_LINKS=$(tr -s ' \n' ',' <<<"$links" | sed 's/,$//') # uv does not read pip's settings
         export UV_FIND_LINKS
     fi
-    if uv pip install --python .venv/bin/python ${backend[@]+"${backend[@]}"} -e '.[dev]'; then return; fi
+    local options=(--python .venv/bin/python)
+    [ -t 1 ] || options+=(--quiet)
+    if uv pip install "${options[@]}" ${backend[@]+"${backend[@]}"} -e '.[dev]'; then return; fi
     [ ${#backend[@]} -gt 0 ] || return 1
-    say "that failed; trying again with torch's default wheel (about 3 GB)"
-    uv pip install --python .venv/bin/python -e '.[dev]'
+    say "no CPU wheel that way; trying again with torch's default wheel (about 3 GB)"
+    uv pip install "${options[@]}" -e '.[dev]'
 }
 
 install_with_pip() {
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+    local quiet=()
+    [ -t 1 ] || quiet=(--quiet)
+    .venv/bin/python -m pip install ${quiet[@]+"${quiet[@]}"} --disable-pip-version-check -e '.[dev]'
 }
 
-# A .venv whose Python is gone or too old cannot be repaired.
+# A .venv whose Python is gone or unfit cannot be repaired.
 if [ -e .venv ] && ! good_python .venv/bin/python; then rm -rf .venv; fi
 rm -f "$stamp"
 case $installer in
@@ -95,7 +101,6 @@ case $installer in
         make_venv_with_pip || die "$python could not make .venv (see above)"
         install_with_pip || die "pip could not install (see above); run the same command again"
         ;;
-    *) die "INSTALLER=$installer: use uv or pip" ;;
 esac
 echo "$wanted" >"$stamp"
 say "done: $(.venv/bin/python -c 'import sys, torch; print(f"Python {sys.version.split()[0]}, torch {torch.__version__}")')"
