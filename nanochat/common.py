@@ -19,7 +19,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 
 def detect_compute_dtype():
-    """(dtype, reason) of matmuls and activations: NANOCHAT_DTYPE, else bf16 where the hardware multiplies it natively."""
+    """(dtype, reason) of matmuls and activations: NANOCHAT_DTYPE, else bf16 where the hardware has it."""
     name = os.environ.get("NANOCHAT_DTYPE")
     if name:
         if name not in DTYPES:
@@ -169,14 +169,10 @@ def write_json(path, value):
 
 
 def file_sha256(path) -> str:
-    with open(path, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest() if sys.version_info >= (3, 11) else _sha256(f)
-
-
-def _sha256(f) -> str:
     digest = hashlib.sha256()
-    while block := f.read(1 << 20):
-        digest.update(block)
+    with open(path, "rb") as f:
+        while block := f.read(1 << 20):
+            digest.update(block)
     return digest.hexdigest()
 
 

@@ -1,0 +1,225 @@
+"""The glue both hosts call. A host is a GPT module with upstream nanochat's names; the names touched here are
+
+model.config, model.transformer.{wte, h}, model.value_embeds, block.attn.{c_q, c_v, ve_gate, n_kv_head, head_dim}.
+
+Shapes: B batch, T time, C n_embd, H kv heads, D head dim, V padded vocab.
+"""
+
+import argparse
+
+import torch
+import torch.nn as nn
+
+from nanochat.bov import values
+from nanochat.bov.layers import GRAMMAR, parse_layers
+from nanochat.bov.presets import preset
+from nanochat.bov.spec import ValueSpec, layer_specs
+
+# field of GPTConfig = flag: (default = upstream's model, help)
+AXES = {
+    "trunk": ("full", "full: resid/x0 lambdas and backout; plain: none of them, the paper's baseline"),
+    "smear": (True, "mix the previous token's embedding into the current one"),
+    "ve_layers": ("every:2", f"layers with upstream's gated additive value embedding: {GRAMMAR}"),
+    "bov_layers": ("none", f"layers with a bank: {GRAMMAR}"),
+    "bov_source": ("table", "where the value comes from: table, x0 (x0 W_V), first (layer 0's value), residual"),
+    "bov_combine": ("replace", "replace x W_V by the source, or add to it"),
+    "bov_coeff": ("scalar", "learned scalar, fixed, one per kv head, or a gate on the input"),
+    "bov_shared": (False, "one table for all bank layers"),
+    "mlp_hidden": (0, "hidden width of the MLP; 0 = 4 * n_embd"),
+}
+
+
+class Bank:
+    """What one layer needs to make its value: its spec, its table, and layer 0's record for source `first`.
+
+    A plain object: parameters stay on the attention module and on model.value_embeds.
+    """
+
+    def __init__(self, spec: ValueSpec, table=None, origin=None):
+        self.spec, self.table, self.origin = spec, table, origin
+        self.records = self.releases = False
+        self.first = None
+
+    def source(self, idx, x0):
+        """The `ve` argument of the layer: idx (B, T), x0 (B, T, C) -> (B, T, H*D), (B, T, C) for x0, or None."""
+        if self.spec.source == "table":
+            return self.table(idx).to(x0.dtype)
+        if self.spec.source == "x0":
+            return nn.functional.rms_norm(x0, (x0.size(-1),))
+        if self.spec.source == "first":
+            first = self.origin.first
+            if self.releases:
+                self.origin.first = None
+            return first
+        return None
+
+
+def value(attn, x, ve):
+    """The value of the layer's new tokens: x (B, T, C) normed input, ve from Bank.source -> (B, T, H, D)."""
+    bank, spec = attn.bank, attn.bank.spec
+    shape = (*x.shape[:2], attn.n_kv_head, attn.head_dim)
+    own = attn.c_v(x).view(shape) if spec.source == "residual" or spec.combine == "add" else None
+    if bank.records:
+        bank.first = own
+    if spec.source == "residual":
+        own, source = None, own
+    else:
+        source = (attn.c_v(ve) if spec.source == "x0" else ve).view(shape)
+    coefficients = {name: attn.get_parameter(name) for name in spec.coefficients(attn.n_kv_head)}
+    gates = values.gate(x, attn.ve_gate.weight) if spec.gated else None
+    return values.mix(spec, own, source, coefficients, gates)
+
+
+def axes_of(config) -> dict:
+    """The axes of a GPTConfig as a dict."""
+    return {name: vars(config)[name] for name in AXES}
+
+
+def install(model) -> None:
+    """Give each layer of a freshly built model the parts its spec needs, and only those.
+
+    Sets attn.bank, attn.c_v (None without need), attn.ve_gate, the coefficients, and model.value_embeds.
+    Raises ValueError on contradictory axes.
+    """
+    specs = layer_specs(model.config.n_layer, axes_of(model.config))
+    blocks, wte = model.transformer.h, model.transformer.wte
+    device = wte.weight.device
+    tables = nn.ModuleDict()
+    for block, spec in zip(blocks, specs, strict=True):
+        attn = block.attn
+        if spec.table is not None and str(spec.table) not in tables:
+            rows, width = wte.num_embeddings, attn.n_kv_head * attn.head_dim
+            tables[str(spec.table)] = nn.Embedding(rows, width, device=device)
+        if not spec.projects:
+            attn.c_v = None
+        attn.ve_gate = _gate_like(attn) if spec.gated else None
+        for name, (size, _) in spec.coefficients(attn.n_kv_head).items():
+            attn.register_parameter(name, nn.Parameter(torch.empty(size, device=device)))
+        table = None if spec.table is None else tables[str(spec.table)]
+        attn.bank = Bank(spec, table, origin=blocks[0].attn.bank if spec.source == "first" else None)
+    users = [block.attn.bank for block in blocks if block.attn.bank.spec.source == "first"]
+    if users:
+        blocks[0].attn.bank.records = users[-1].releases = True
+    model.value_embeds = tables
+
+
+def _gate_like(attn):
+    """upstream's gate for one layer, of the host's own Linear."""
+    return type(attn.c_q)(values.GATE_CHANNELS, attn.n_kv_head, bias=False, device=attn.c_q.weight.device)
+
+
+def _lend_layers(model) -> tuple[int, ...]:
+    return parse_layers(AXES["ve_layers"][0], model.config.n_layer)
+
+
+def lend(model) -> dict:
+    """Before the host draws its weights: complete the model to upstream's shape with throwaway parts.
+
+    The host then draws upstream's own sequence, so a parameter shared by two variants starts bit-equal under one seed.
+    Returns what `settle` needs.
+    """
+    kept = {"tables": model.value_embeds, "gates": [block.attn.ve_gate for block in model.transformer.h]}
+    upstream = _lend_layers(model)
+    if tuple(sorted(int(key) for key in model.value_embeds)) == upstream and all(
+        block.attn.bank.spec.projects for block in model.transformer.h
+    ):
+        return kept
+    tables = nn.ModuleDict()
+    for i, block in enumerate(model.transformer.h):
+        attn = block.attn
+        if attn.c_v is None:
+            attn.c_v = type(attn.c_q)(
+                attn.c_q.in_features, attn.n_kv_head * attn.head_dim, bias=False, device=attn.c_q.weight.device
+            )
+        if i in upstream:
+            own = model.value_embeds[str(i)] if str(i) in model.value_embeds else None
+            wte = model.transformer.wte
+            width = attn.n_kv_head * attn.head_dim
+            tables[str(i)] = own or nn.Embedding(wte.num_embeddings, width, device=wte.weight.device)
+            attn.ve_gate = attn.ve_gate or _gate_like(attn)
+        else:
+            attn.ve_gate = None
+    model.value_embeds = tables
+    return kept
+
+
+@torch.no_grad()
+def settle(model, kept: dict) -> None:
+    """After the host drew its weights, before it casts embeddings: draw and align what is ours, drop what was lent."""
+    upstream = _lend_layers(model)
+    model.value_embeds = kept["tables"]
+    attentions = [block.attn for block in model.transformer.h]
+    for i, (attn, gate) in enumerate(zip(attentions, kept["gates"], strict=True)):
+        attn.ve_gate = gate
+        if gate is not None and i not in upstream:
+            nn.init.uniform_(gate.weight, 0.0, 0.02)
+    bound = 3**0.5 * model.config.n_embd**-0.5
+    for i, attn in enumerate(attentions):
+        spec = attn.bank.spec
+        if spec.table == i and spec.aligned:
+            attn.bank.table.weight.copy_(values.aligned_table(model.transformer.wte.weight, attn.c_v.weight))
+        elif spec.table == i and i not in upstream:
+            nn.init.uniform_(attn.bank.table.weight, -bound, bound)
+        for name, (_, start) in spec.coefficients(attn.n_kv_head).items():
+            attn.get_parameter(name).fill_(start)
+        if not spec.projects:
+            attn.c_v = None
+
+
+# ---------------------------------------------------------------------------- what the host asks
+
+
+def value_layers(model) -> tuple[int, ...]:
+    """Layers whose values must be cached while decoding."""
+    return tuple(i for i, block in enumerate(model.transformer.h) if block.attn.bank.spec.caches_value)
+
+
+def absent_projection_params(model) -> int:
+    """Elements of the W_V that bank layers lack; counted for the scaling rules alone, as the paper's authors do."""
+    absent = [b.attn for b in model.transformer.h if b.attn.c_v is None]
+    return sum(attn.c_q.in_features * attn.n_kv_head * attn.head_dim for attn in absent)
+
+
+def extra_matmul_params(model) -> int:
+    """Elements of W_V that run a second time per token (x0+add)."""
+    return sum(
+        b.attn.bank.spec.extra_projections * b.attn.c_v.weight.numel() for b in model.transformer.h if b.attn.c_v
+    )
+
+
+def coefficients(model) -> dict[str, list[float]]:
+    """Learned coefficients by name, `{layer}.{gamma_v|lambda_v|alpha_v|beta_v}` -> values."""
+    found = {}
+    for i, block in enumerate(model.transformer.h):
+        for name in block.attn.bank.spec.coefficients(block.attn.n_kv_head):
+            found[f"{i}.{name}"] = block.attn.get_parameter(name).detach().float().tolist()
+    return found
+
+
+# ---------------------------------------------------------------------------- command line and metadata
+
+
+def _boolean(text: str) -> bool:
+    words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+    if text.lower() not in words:
+        raise argparse.ArgumentTypeError(f"{text!r}: use true or false")
+    return words[text.lower()]
+
+
+def add_flags(parser) -> None:
+    """--preset and one flag per axis; a flag that is not given stays None."""
+    group = parser.add_argument_group("value axes (docs: README, 'The axes')")
+    group.add_argument("--preset", default=None, help="a named point on the axes, e.g. paper/bov; explicit flags win")
+    for name, (default, help_text) in AXES.items():
+        kind = _boolean if isinstance(default, bool) else type(default)
+        extra = {"nargs": "?", "const": True} if isinstance(default, bool) else {}
+        group.add_argument(
+            "--" + name.replace("_", "-"), type=kind, default=None, help=f"{help_text} (default {default})", **extra
+        )
+
+
+def axes_from_flags(args) -> dict:
+    """All axes: defaults, then the preset, then what was given explicitly. Raises ValueError on contradictions."""
+    axes = {name: default for name, (default, _) in AXES.items()}
+    axes |= preset(args.preset) if args.preset else {}
+    return axes | {name: vars(args)[name] for name in AXES if vars(args)[name] is not None}

@@ -1,0 +1,141 @@
+"""Attention back ends behind Flash Attention 3's interface, chosen once when the module is imported.
+
+fa3     torch's varlen attention with the FA3 kernels that torch activated (Hopper, package flash_attn_interface)
+varlen  torch's varlen attention with its own kernels (other CUDA devices, bf16 or fp16)
+sdpa    scaled_dot_product_attention (CPU, MPS, fp32)
+
+Window (left, right): a query attends to itself and `left` keys before it; left < 0 is unlimited; right is 0 (causal).
+Shapes: B batch, T time, N query heads, H kv heads, D head dim.
+"""
+
+from functools import lru_cache
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+
+from nanochat.common import COMPUTE_DTYPE
+
+
+def _activate_fa3() -> bool:
+    """Whether torch could switch its flash attention to FA3; nothing is downloaded."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        return False
+    try:
+        torch.nn.attention.activate_flash_attention_impl("FA3")
+    except (ImportError, RuntimeError, ValueError):
+        return False
+    return True
+
+
+HAS_FA3 = _activate_fa3()
+_override_impl = None  # for tests: "fa3", "varlen", "sdpa" or None (automatic); call _resolve_use_fa3 after a change
+
+
+def _choose() -> str:
+    if _override_impl is not None:
+        if _override_impl == "fa3" and not HAS_FA3:
+            raise RuntimeError("attention back end fa3 was asked for, but torch cannot activate FA3 here")
+        return _override_impl
+    if torch.cuda.is_available() and COMPUTE_DTYPE in (torch.bfloat16, torch.float16):
+        return "fa3" if HAS_FA3 else "varlen"
+    return "sdpa"
+
+
+def _resolve_use_fa3() -> bool:
+    """Choose the back end anew and return whether it is FA3."""
+    global BACKEND
+    BACKEND = _choose()
+    return BACKEND == "fa3"
+
+
+USE_FA3 = _resolve_use_fa3()
+
+
+def describe() -> str:
+    """One line for logs: which back end runs and why."""
+    return {
+        "fa3": "attention: FA3 through torch",
+        "varlen": "attention: torch varlen (FA3 cannot be activated here)",
+        "sdpa": f"attention: torch SDPA ({'no CUDA' if not torch.cuda.is_available() else f'{COMPUTE_DTYPE} on CUDA'})",
+    }[BACKEND]
+
+
+@lru_cache(maxsize=64)
+def _band(queries: int, keys: int, left: int, device: str):
+    """Mask (queries, keys): the last query sees the last key, `left` keys before it, and none behind it."""
+    query = torch.arange(keys - queries, keys, device=device)[:, None]
+    key = torch.arange(keys, device=device)
+    return (key <= query) & (query - key <= left)
+
+
+def _sdpa(q, k, v, left):
+    """q (B, N, Tq, D), k and v (B, H, Tk, D), queries aligned to the last keys -> (B, N, Tq, D)."""
+    Tq, Tk = q.size(2), k.size(2)
+    gqa = q.size(1) != k.size(1)
+    left = Tk if left < 0 else left
+    if Tq == 1:
+        first = max(0, Tk - (left + 1))
+        return F.scaled_dot_product_attention(q, k[:, :, first:], v[:, :, first:], enable_gqa=gqa)
+    if Tq == Tk and left >= Tk - 1:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=_band(Tq, Tk, left, str(q.device)), enable_gqa=gqa)
+
+
+@lru_cache(maxsize=16)
+def _offsets(batch: int, length: int, device: str):
+    return torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=device)
+
+
+def _varlen(q, k, v, left):
+    """q (B, T, N, D), k and v (B, T, H, D) -> (B, T, N, D) through torch's varlen attention."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    B, T = q.shape[:2]
+    offsets = _offsets(B, T, str(q.device))
+    window = (-1, 0) if left < 0 or left >= T - 1 else (left, 0)
+    rows = (t.flatten(0, 1) for t in (q, k, v))
+    y = varlen_attn(*rows, offsets, offsets, T, T, window_size=window, enable_gqa=q.size(2) != k.size(2))
+    return y.view_as(q)
+
+
+def flash_attn_func(q, k, v, causal=False, window_size=(-1, -1)):
+    """Attention over a whole sequence: q (B, T, N, D), k and v (B, T, H, D) -> (B, T, N, D).
+
+    causal=False is plain bidirectional attention and takes no window (ValueError otherwise).
+    """
+    if not causal:
+        if window_size != (-1, -1):
+            raise ValueError(f"window_size={window_size} without causal=True is not implemented")
+        heads = (t.transpose(1, 2) for t in (q, k, v))
+        return F.scaled_dot_product_attention(*heads, enable_gqa=q.size(2) != k.size(2)).transpose(1, 2)
+    if BACKEND != "sdpa":
+        return _varlen(q, k, v, window_size[0])
+    return _sdpa(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), window_size[0]).transpose(1, 2)
+
+
+def flash_attn_with_kvcache(
+    q, k_cache, v_cache, k=None, v=None, cache_seqlens=None, causal=False, window_size=(-1, -1)
+):
+    """Write k, v (B, T, H, D) into the caches (B, T_max, H, D) at cache_seqlens and attend to all that is there.
+
+    q (B, T, N, D) -> (B, T, N, D). cache_seqlens: an int, or an int32 tensor (B,) whose rows are equal.
+    Raises ValueError, before anything is written, when the cache is too short; and on causal=False with T > 1.
+    """
+    T = q.size(1)
+    if not causal and T > 1:
+        raise ValueError("flash_attn_with_kvcache attends causally; pass causal=True")
+    start = cache_seqlens if isinstance(cache_seqlens, int) else int(cache_seqlens[0])
+    end = start + (T if k is not None else 0)
+    if end > k_cache.size(1):
+        raise ValueError(f"the KV cache holds {k_cache.size(1)} tokens, {end} are needed")
+    if k is not None:
+        k_cache[:, start:end] = k
+        v_cache[:, start:end] = v
+        if start == 0 and BACKEND != "sdpa":
+            return _varlen(q, k, v, window_size[0])
+    keys, values = (cache[:, :end].transpose(1, 2) for cache in (k_cache, v_cache))
+    return _sdpa(q.transpose(1, 2), keys, values, window_size[0]).transpose(1, 2)
+
+
+flash_attn = SimpleNamespace(flash_attn_func=flash_attn_func, flash_attn_with_kvcache=flash_attn_with_kvcache)
