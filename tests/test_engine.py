@@ -7,7 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import build
 
+from nanochat.bov.presets import preset
+from nanochat.common import COMPUTE_DTYPE
 from nanochat.engine import Engine, KVCache, sample_next_token, use_calculator
 
 SPECIAL = ("python_start", "python_end", "output_start", "output_end", "assistant_end", "bos")
@@ -326,3 +329,49 @@ def test_seed_decides_the_samples_and_rows_differ():
     )
     assert first == again != other
     assert len({tuple(row) for row in first}) > 1
+
+
+# ---------------------------------------------------------------------------- with the real model
+
+
+@pytest.mark.parametrize("name", ["upstream", "paper/baseline", "paper/bov", "fig5b/shared", "table1/7", "table1/11"])
+def test_cached_steps_give_the_logits_of_one_full_forward(name, monkeypatch):
+    """Prefill and steps lie on both sides of the 128-token window of the S layers; the smear is not zero."""
+    model = build(**preset(name), vocab_size=262, sequence_len=150)
+    prompt, seen, forward = [t * 7 % 255 for t in range(126)], [], model.forward
+
+    def recording(ids, kv_cache):
+        logits = forward(ids, kv_cache=kv_cache)
+        seen.append(logits[:, -1].expand(2, -1))
+        return logits
+
+    monkeypatch.setattr(model, "forward", recording)
+    rows, _ = Engine(model, Bytes()).generate_batch(prompt, num_samples=2, max_tokens=6, seed=1)
+    monkeypatch.undo()
+    assert rows[0] != rows[1] and [len(row) for row in rows] == [132, 132]
+    whole = model(torch.tensor(rows))[:, len(prompt) - 1 : -1]
+    assert torch.allclose(torch.stack(seen, dim=1), whole, atol=1e-4)
+
+
+def test_engine_and_model_generate_the_same_tokens():
+    model = build(**preset("paper/bov"), vocab_size=262, sequence_len=32)
+    for sampling in (dict(temperature=0), dict(temperature=0.7, top_k=1)):
+        (row,), _ = Engine(model, Bytes()).generate_batch([3, 4], max_tokens=8, **sampling)
+        assert row[2:] == list(model.generate([3, 4], 8, **sampling))[: len(row) - 2] and len(row) > 2
+
+
+def test_padding_rows_of_the_model_are_no_tokens():
+    model = build(vocab_size=262)
+    assert model.transformer.wte.num_embeddings > 262
+    with pytest.raises(ValueError, match=r"token id 262 .* 0\.\.261"):
+        Engine(model, Bytes()).generate([262])
+
+
+def test_a_forward_past_the_cache_returns_nothing_and_writes_nothing():
+    model = build(vocab_size=262)
+    kv = KVCache(1, 2, 10, 8, 4, "cpu", COMPUTE_DTYPE)
+    model(torch.ones(1, 6, dtype=torch.long), kv_cache=kv)
+    k, previous = kv.k_cache.clone(), kv.prev_embedding.clone()
+    with pytest.raises(ValueError, match="10 positions: 6 are filled and 6 more"):
+        model(torch.ones(1, 6, dtype=torch.long), kv_cache=kv)
+    assert torch.equal(k, kv.k_cache) and torch.equal(previous, kv.prev_embedding) and kv.get_pos() == 6
