@@ -83,18 +83,16 @@ def install(model) -> None:
     """
     specs = layer_specs(model.config.n_layer, axes_of(model.config))
     blocks, wte = model.transformer.h, model.transformer.wte
-    device = wte.weight.device
     tables = nn.ModuleDict()
     for block, spec in zip(blocks, specs, strict=True):
         attn = block.attn
         if spec.table is not None and str(spec.table) not in tables:
-            rows, width = wte.num_embeddings, attn.n_kv_head * attn.head_dim
-            tables[str(spec.table)] = nn.Embedding(rows, width, device=device)
+            tables[str(spec.table)] = _table(wte, attn)
         if not spec.projects:
             attn.c_v = None
-        attn.ve_gate = _gate_like(attn) if spec.gated else None
+        attn.ve_gate = _gate(attn) if spec.gated else None
         for name, (size, _) in spec.coefficients(attn.n_kv_head).items():
-            attn.register_parameter(name, nn.Parameter(torch.empty(size, device=device)))
+            attn.register_parameter(name, nn.Parameter(torch.empty(size, device=wte.weight.device)))
         table = None if spec.table is None else tables[str(spec.table)]
         attn.bank = Bank(spec, table, origin=blocks[0].attn.bank if spec.source == "first" else None)
     users = [block.attn.bank for block in blocks if block.attn.bank.spec.source == "first"]
@@ -103,9 +101,22 @@ def install(model) -> None:
     model.value_embeds = tables
 
 
-def _gate_like(attn):
-    """upstream's gate for one layer, of the host's own Linear."""
-    return type(attn.c_q)(values.GATE_CHANNELS, attn.n_kv_head, bias=False, device=attn.c_q.weight.device)
+def _empty(kind, *sizes, like, **options):
+    """A module on the device of `like` whose weights are not yet written: building it draws no random number."""
+    return kind(*sizes, device="meta", **options).to_empty(device=like.device)
+
+
+def _linear(attn, n_in, n_out):
+    """A matmul of the host's own Linear class."""
+    return _empty(type(attn.c_q), n_in, n_out, like=attn.c_q.weight, bias=False)
+
+
+def _gate(attn):
+    return _linear(attn, values.GATE_CHANNELS, attn.n_kv_head)
+
+
+def _table(wte, attn):
+    return _empty(nn.Embedding, wte.num_embeddings, attn.n_kv_head * attn.head_dim, like=wte.weight)
 
 
 def _lend_layers(model) -> tuple[int, ...]:
@@ -128,15 +139,11 @@ def lend(model) -> dict:
     for i, block in enumerate(model.transformer.h):
         attn = block.attn
         if attn.c_v is None:
-            attn.c_v = type(attn.c_q)(
-                attn.c_q.in_features, attn.n_kv_head * attn.head_dim, bias=False, device=attn.c_q.weight.device
-            )
+            attn.c_v = _linear(attn, attn.c_q.in_features, attn.n_kv_head * attn.head_dim)
         if i in upstream:
-            own = model.value_embeds[str(i)] if str(i) in model.value_embeds else None
-            wte = model.transformer.wte
-            width = attn.n_kv_head * attn.head_dim
-            tables[str(i)] = own or nn.Embedding(wte.num_embeddings, width, device=wte.weight.device)
-            attn.ve_gate = attn.ve_gate or _gate_like(attn)
+            own = str(i) in model.value_embeds
+            tables[str(i)] = model.value_embeds[str(i)] if own else _table(model.transformer.wte, attn)
+            attn.ve_gate = attn.ve_gate or _gate(attn)
         else:
             attn.ve_gate = None
     model.value_embeds = tables
