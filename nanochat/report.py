@@ -1,0 +1,201 @@
+"""What finished and running trainings say about themselves: metrics.jsonl, DONE.json, core.json -> runs -> table rows.
+
+A run is one checkpoint folder. Nothing else is read, no checkpoint and no model. Units: tokens, FLOPs, seconds, bytes;
+bpb is bits per byte of the held-out text, lower is better.
+"""
+
+import json
+import re
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+BASELINE_PRESETS = ("paper/baseline", "table1/1")
+COEFFICIENT = re.compile(r"(\d+)\.(\w+)")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training: header, train and eval lines in the order of steps, end line, DONE.json and core.json if there."""
+
+    name: str
+    header: dict
+    train: list
+    evals: list
+    end: dict | None
+    done: dict | None
+    core: dict | None
+
+    @property
+    def preset(self) -> str:
+        return self.header.get("preset") or "none"
+
+    @property
+    def seed(self):
+        return self.header.get("seed")
+
+    @property
+    def plan(self) -> dict:
+        return self.header.get("plan") or {}
+
+    @property
+    def last(self) -> dict:
+        """The newest line that counts tokens; empty before the first step."""
+        lines = [line for line in (self.train[-1:] + self.evals[-1:]) if line.get("tokens") is not None]
+        return max(lines, key=lambda line: line["step"], default={})
+
+
+# ---------------------------------------------------------------------------- reading
+
+
+def read_metrics(path) -> list[dict]:
+    """The lines of a metrics.jsonl. A last line without its end (the writer was killed) is left out.
+
+    Raises ValueError naming file and line when another line is not a JSON object.
+    """
+    text = Path(path).read_bytes().decode("utf-8", errors="replace")
+    lines = text.split("\n")[:-1]
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number}: not JSON ({error.msg}); remove the line or the run") from None
+        if not isinstance(record, dict) or "kind" not in record:
+            raise ValueError(f"{path}, line {number}: not an object with a kind; is this a metrics.jsonl?")
+        records.append(record)
+    return records
+
+
+def load_run(folder) -> Run:
+    """A checkpoint folder as a Run; ValueError when it has no metrics.jsonl that starts with a header."""
+    folder = Path(folder)
+    metrics = folder / "metrics.jsonl"
+    if not metrics.is_file():
+        raise ValueError(f"{folder}: no metrics.jsonl there; give the checkpoint folder of a training run")
+    records = read_metrics(metrics)
+    if not records or records[0]["kind"] != "header":
+        raise ValueError(f"{metrics}: the first line is no header; the run did not start properly")
+    of_kind = {kind: [r for r in records if r["kind"] == kind] for kind in ("train", "eval", "end")}
+    return Run(
+        name=folder.resolve().name,
+        header=records[0],
+        train=of_kind["train"],
+        evals=of_kind["eval"],
+        end=of_kind["end"][-1] if of_kind["end"] else None,
+        done=_optional_json(folder / "DONE.json"),
+        core=_optional_json(folder / "core.json"),
+    )
+
+
+def _optional_json(path):
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+# ---------------------------------------------------------------------------- one run
+
+
+def final_bpb(run: Run) -> float | None:
+    """bpb of the finished run, else of its newest evaluation; None where nothing was evaluated."""
+    if run.done and run.done.get("val_bpb") is not None:
+        return run.done["val_bpb"]
+    return next((e["val_bpb"] for e in reversed(run.evals) if e.get("val_bpb") is not None), None)
+
+
+def epochs_seen(run: Run) -> float | None:
+    """How often the run has read its training data: the plan's expectation, scaled to the tokens seen so far."""
+    expected, total = run.plan.get("expected_epochs"), run.plan.get("total_tokens")
+    if expected is None or not total:
+        return None
+    return expected * run.last.get("tokens", 0) / total
+
+
+def curve(run: Run, x: str, y: str = "val_bpb") -> list[tuple[float, float]]:
+    """(x, y) of every evaluation after step 0 that has both."""
+    return [(e[x], e[y]) for e in run.evals if e["step"] > 0 and e.get(x) is not None and e.get(y) is not None]
+
+
+def coefficients(record: dict) -> dict[tuple[int, str], list[float]]:
+    """(layer, name) -> values of an eval line's `coeffs`, sorted by layer; model-wide scalars are left out."""
+    found = {}
+    for key, values in (record.get("coeffs") or {}).items():
+        if match := COEFFICIENT.fullmatch(key):
+            found[int(match[1]), match[2]] = values if isinstance(values, list) else [values]
+    return dict(sorted(found.items()))
+
+
+def bank_coefficients(run: Run) -> dict[tuple[int, str], list[float]]:
+    """The newest evaluation's coefficients of the bank layers."""
+    return next((found for e in reversed(run.evals) if (found := coefficients(e))), {})
+
+
+# ---------------------------------------------------------------------------- runs against each other
+
+
+def find_baseline(runs, name: str | None = None) -> dict:
+    """seed -> the run that others of that seed are measured against.
+
+    By `name`, else by preset, else the runs whose configuration has no bank layer. ValueError for an unknown name.
+    """
+    if name is not None:
+        chosen = [run for run in runs if run.name == name]
+        if not chosen:
+            raise ValueError(f"--baseline {name}: no such run; use one of {', '.join(run.name for run in runs)}")
+        return {run.seed: chosen[0] for run in runs}
+    by_preset = [run for run in runs if run.preset in BASELINE_PRESETS]
+    without_bank = [run for run in runs if not run.plan.get("bov_layers")]
+    return {run.seed: run for run in reversed(by_preset or without_bank)}
+
+
+def same_validation(run: Run, other: Run) -> bool:
+    """bpb of two runs can be compared only on the same held-out bytes."""
+    return run.header.get("data", {}).get("val_sha256") == other.header.get("data", {}).get("val_sha256")
+
+
+def difference(run: Run, baseline: Run | None) -> float | None:
+    """final bpb of `run` minus that of `baseline`; None where there is nothing to compare."""
+    if baseline is None or baseline is run or not same_validation(run, baseline):
+        return None
+    ours, theirs = final_bpb(run), final_bpb(baseline)
+    return None if ours is None or theirs is None else ours - theirs
+
+
+def difference_curve(run: Run, baseline: Run) -> list[tuple[float, float]]:
+    """(tokens, bpb minus the baseline's bpb) where both were evaluated after the same number of tokens."""
+    if not same_validation(run, baseline):
+        return []
+    theirs = dict(curve(baseline, "tokens"))
+    return [(tokens, bpb - theirs[tokens]) for tokens, bpb in curve(run, "tokens") if tokens in theirs]
+
+
+def rows(runs, baselines: dict) -> list[dict]:
+    """One dict per run with everything a table shows; a value nobody recorded is None."""
+    return [_row(run, baselines.get(run.seed)) for run in runs]
+
+
+def _row(run: Run, baseline: Run | None) -> dict:
+    params = run.plan.get("num_params") or {}
+    speeds = [line["tok_per_sec"] for line in run.train if line.get("tok_per_sec")]
+    peaks = [e["peak_bytes"] for e in [*run.evals, run.end or {}] if e.get("peak_bytes")]
+    return {
+        "name": run.name,
+        "preset": run.preset,
+        "seed": run.seed,
+        "finished": run.done is not None,
+        "step": run.last.get("step", 0),
+        "steps": run.plan.get("num_iterations"),
+        "params": params.get("total"),
+        "params_without_tables": params.get("without_tables"),
+        "flops_per_token": run.plan.get("flops_per_token"),
+        "tokens": run.last.get("tokens", 0),
+        "flops": run.last.get("flops"),
+        "seconds": run.last.get("seconds"),
+        "epochs": epochs_seen(run),
+        "val_bpb": final_bpb(run),
+        "baseline": None if baseline is None or baseline is run else baseline.name,
+        "difference": difference(run, baseline),
+        "coefficients": bank_coefficients(run),
+        "tok_per_sec": statistics.median(speeds) if speeds else None,
+        "peak_bytes": max(peaks, default=None),
+        "core": (run.core or {}).get("core_metric"),
+    }

