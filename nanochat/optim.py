@@ -1,9 +1,10 @@
 """Muon for the block matrices, AdamW for everything else, with the optimizer state sharded over ranks.
 
-Matrices are (rows, cols) = (out, in); a stack of K equal matrices is (K, rows, cols). On W ranks gradients arrive whole
-and are averaged; each rank updates the part it owns and gathers the rest. One rank takes the same path without messages.
+Matrices are (rows, cols) = (out, in); a stack of K equal matrices is (K, rows, cols). On W ranks gradients arrive
+whole and are averaged; each rank updates the part it owns and gathers the rest. One rank sends no messages.
 """
 
+import math
 import re
 from collections import defaultdict
 from dataclasses import dataclass
@@ -74,7 +75,7 @@ def param_groups(
 
 
 def _match(named_parameters) -> dict[str, list]:
-    """{row name: [(parameter name, parameter)]} in the model's order; ValueError unless each name has exactly one row."""
+    """{row name: [(parameter name, parameter)]} in the model's order; ValueError unless each name has one row."""
     members, wrong = {row.name: [] for row in TABLE}, []
     for name, p in named_parameters:
         rows = [row for row in TABLE if re.fullmatch(row.pattern, name)]
@@ -124,8 +125,8 @@ def muon_update(params, grads, momentum_buffer, second_momentum_buffer, *, lr, m
                 equalize):  # fmt: skip
     """One Muon step in place on `params` (K, rows, cols): Nesterov momentum, polar factor, NorMuon, cautious decay.
 
-    `second_momentum_buffer` is (K, rows, 1), or (K, 1, cols) for wide matrices. `equalize` scales rows to their mean norm
-    before the iteration (MuonEq, arXiv 2603.28254) and the result to norm sqrt(min(rows, cols)) after it (Muon+,
+    `second_momentum_buffer` is (K, rows, 1), or (K, 1, cols) for wide matrices. `equalize` scales rows to their mean
+    norm before the iteration (MuonEq, arXiv 2603.28254) and the result to norm sqrt(min(rows, cols)) after it (Muon+,
     arXiv 2602.21545). NorMuon: arXiv 2510.05491. The iteration runs in bf16 when that is the compute dtype.
     """
     rows, cols = params.shape[-2:]
@@ -217,9 +218,9 @@ class _AdamWJob:
                 state.update(_adamw_state(part))
             # The fused kernel is one pass in fp32 arithmetic, also over bf16 tensors, and needs no compiler.
             adamw(
-                [part], [grad], [state["exp_avg"]], [state["exp_avg_sq"]], [], [state["step"]], fused=True, amsgrad=False,
-                beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"],
-                maximize=False,
+                [part], [grad], [state["exp_avg"]], [state["exp_avg_sq"]], [], [state["step"]], fused=True,
+                amsgrad=False, maximize=False, beta1=beta1, beta2=beta2, lr=group["lr"], eps=group["eps"],
+                weight_decay=group["weight_decay"],
             )  # fmt: skip
             if whole is not None:
                 own = part.clone()
@@ -321,6 +322,43 @@ class MuonAdamW(torch.optim.Optimizer):
         for job in jobs:
             job.finish()
 
+    def state_for_save(self) -> dict:
+        """This rank's `state_dict()` plus `layout`, which `reshard` needs to cut it anew."""
+        shapes = [list(p.shape) for group in self.param_groups for p in group["params"]]
+        return {**self.state_dict(), "layout": dict(world_size=self.world, rank=self.rank, shapes=shapes)}
+
+    def load(self, states: list[dict]):
+        """Continue from what `state_for_save` gave on any number of ranks, or from upstream's one-rank file.
+
+        `states` holds every rank's dict, or this rank's alone when the number of ranks is unchanged. Raises ValueError
+        when ranks are missing or the groups belong to another model.
+        """
+        layouts = [_layout(state) for state in states]
+        if [(own["world_size"], own["rank"]) for own in layouts] == [(self.world, self.rank)]:
+            self.load_state_dict(states[0])
+        else:
+            self.load_state_dict(reshard(states, self.world, self.rank))
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict):
+        """As torch's, for this rank's dict; fields that upstream's groups lack keep their present values."""
+        saved = state_dict["param_groups"]
+        sizes = [len(group["params"]) for group in saved]
+        if sizes != [len(group["params"]) for group in self.param_groups]:
+            raise ValueError(f"optimizer state of another model: it has groups of {sizes} parameters")
+        merged = []
+        for group, old in zip(self.param_groups, saved, strict=True):
+            if old.get("names", group["names"]) != group["names"]:
+                other = sorted(set(old["names"]) ^ set(group["names"])) or "the order of parameters"
+                raise ValueError(f"optimizer state of another model: they differ in {other}")
+            merged.append({**group, **old})
+        super().load_state_dict({**state_dict, "param_groups": merged})
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state.get(p, {})
+                if "step" in state:
+                    state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=p.device)
+
 
 def _check_group(group, world):
     if group["kind"] not in JOBS:
@@ -332,5 +370,67 @@ def _check_group(group, world):
             raise ValueError(f"a Muon group holds matrices of one shape, not {', '.join(group['names'])}")
         return
     for name, p in zip(group["names"], group["params"], strict=True):
-        if _is_sharded(p.numel(), world) and p.size(0) % world:
-            raise ValueError(f"{name} has {p.size(0)} rows, which {world} ranks cannot share evenly: use other ranks")
+        _check_rows(name, p.shape, world)
+
+
+def _check_rows(name, shape, world):
+    if _is_sharded(math.prod(shape), world) and shape[0] % world:
+        raise ValueError(f"{name} has {shape[0]} rows, which {world} ranks cannot share evenly: use other ranks")
+
+
+# ---------------------------------------------------------------------------- saved state on another number of ranks
+
+
+def _layout(state) -> dict:
+    return state.get("layout", dict(world_size=1, rank=0, shapes=None))
+
+
+def reshard(states: list[dict], world_size: int, rank: int) -> dict:
+    """The exact state dict of `rank` among `world_size`, cut from the dicts that all ranks of a run saved.
+
+    Raises ValueError when a rank's dict is missing, or when the new ranks cannot share a tensor's rows evenly.
+    """
+    states = sorted(states, key=lambda state: _layout(state)["rank"])
+    layouts = [_layout(state) for state in states]
+    old = layouts[0]["world_size"] if layouts else 0
+    if [(own["world_size"], own["rank"]) for own in layouts] != [(old, r) for r in range(old)] or not states:
+        raise ValueError(
+            f"the optimizer state was saved by {old} ranks, but the files here are {len(states)}, of ranks "
+            f"{[own['rank'] for own in layouts]}: resuming on {world_size} ranks needs one of each"
+        )
+    groups, out = states[0]["param_groups"], {}
+    for group in groups:
+        if group["kind"] == "muon":
+            first = group["params"][0]
+            parts = [state["state"].get(first, {}) for state in states]
+            out[first] = {k: _recut_stack([part[k] for part in parts], group, world_size, rank) for k in parts[0]}
+            continue
+        for j, i in enumerate(group["params"]):
+            parts = [state["state"].get(i, {}) for state in states]
+            if not parts[0]:
+                continue
+            shape = parts[0]["exp_avg"].shape if old == 1 else torch.Size(layouts[0]["shapes"][i])
+            _check_rows(group.get("names", group["params"])[j], shape, world_size)
+            out[i] = {
+                k: v if k == "step" else _recut_rows([part[k] for part in parts], shape, world_size, rank)
+                for k, v in parts[0].items()
+            }
+    layout = dict(world_size=world_size, rank=rank, shapes=layouts[0]["shapes"])
+    return {"state": {i: state for i, state in out.items() if state}, "param_groups": groups, "layout": layout}
+
+
+def _recut_rows(parts, shape, world, rank):
+    """Rows of an AdamW moment: `parts` are the old ranks' rows, or equal copies of the whole."""
+    whole = torch.cat(parts) if _is_sharded(shape.numel(), len(parts)) else parts[0]
+    return whole.chunk(world)[rank].clone() if _is_sharded(shape.numel(), world) else whole.clone()
+
+
+def _recut_stack(parts, group, world, rank):
+    """Matrices of a Muon buffer (chunk, rows, cols), padded with zeros at the end."""
+    count = len(group["params"])
+    chunk = _chunk(count, world)
+    whole = torch.cat(parts)[:count]
+    out = whole.new_zeros(chunk, *whole.shape[1:])
+    own = whole[rank * chunk : (rank + 1) * chunk]
+    out[: len(own)] = own
+    return out
