@@ -52,7 +52,7 @@ if ! $cpu_linux; then
 elif [ "$installer" = pip ] && [ -z "$links" ]; then
     size="about 3 GB: pip takes torch's default wheel with the CUDA libraries although no GPU was found; with uv it is 0.4 GB"
 else
-    size="about 0.4 GB with torch's CPU wheel"
+    size="about 0.4 GB with torch's CPU wheel, 3 GB where only its default wheel can be had"
 fi
 say "installing torch, pyarrow, datasets, wandb and what else pyproject.toml pins into .venv with $installer"
 say "download on a first call: $size"
