@@ -6,6 +6,7 @@ A step is complete when its model and its metadata are there; a kill while savin
 import json
 import os
 import re
+import sys
 from pathlib import Path
 
 import torch
@@ -43,6 +44,11 @@ def optimizer_path(checkpoint_dir, step, rank) -> Path:
     return Path(checkpoint_dir, f"optim_{step:06d}_rank{rank}.pt")
 
 
+def _say(message):
+    """Notices go to stderr: stdout belongs to the caller's results."""
+    print0(message, file=sys.stderr)
+
+
 # ---------------------------------------------------------------------------- saving
 
 
@@ -67,7 +73,7 @@ def save_checkpoint(checkpoint_dir, step, model_data, optimizer_data, meta_data,
             path.unlink()  # of a run on more ranks
         _save(model_path(checkpoint_dir, step), model_data)
         write_json(meta_path(checkpoint_dir, step), meta_data)
-        print0(f"saved step {step} to {checkpoint_dir}")
+        _say(f"saved step {step} to {checkpoint_dir}")
 
 
 def _save(path, data):
@@ -122,7 +128,7 @@ def find_largest_model(checkpoints_dir) -> str:
     return max(ranked)[2]
 
 
-def _resolve(source, model_tag, step):
+def resolve_checkpoint(source, model_tag=None, step=None):
     """(checkpoint folder, step) for a source of SOURCES; tag None = largest model, step None = newest."""
     if source not in SOURCES:
         raise ValueError(f"model source {source!r}: use one of {', '.join(SOURCES)}")
@@ -132,7 +138,7 @@ def _resolve(source, model_tag, step):
 def _resolve_dir(checkpoints_dir, model_tag, step):
     if model_tag is None:
         model_tag = find_largest_model(checkpoints_dir)
-        print0(f"no model tag given, using {model_tag}")
+        _say(f"no model tag given, using {model_tag}")
     checkpoint_dir = os.path.join(checkpoints_dir, model_tag)
     if not os.path.isdir(checkpoint_dir):
         tags = sorted(os.listdir(checkpoints_dir)) if os.path.isdir(checkpoints_dir) else []
@@ -191,10 +197,10 @@ def load_optimizer_shards(checkpoint_dir, step, device) -> list:
 
 def load_optimizer_state(source, device, rank, model_tag=None, step=None):
     """The optimizer shard of one rank, or None when the checkpoint has none."""
-    checkpoint_dir, step = _resolve(source, model_tag, step)
+    checkpoint_dir, step = resolve_checkpoint(source, model_tag, step)
     path = optimizer_path(checkpoint_dir, step, rank)
     if not path.exists():
-        print0(f"no optimizer state: {path}")
+        _say(f"no optimizer state: {path}")
         return None
     return _read(path, device)
 
@@ -258,7 +264,7 @@ def _add_neutral(state, own):
     for key in missing:
         state[key] = torch.full_like(own[key], neutral[key])
     if missing:
-        print0(f"the checkpoint lacks {', '.join(missing)}: set to values without effect")
+        _say(f"the checkpoint lacks {', '.join(missing)}: set to values without effect")
 
 
 def _cast_tables(state, own):
@@ -268,7 +274,7 @@ def _cast_tables(state, own):
         {f"{state[key].dtype} to {own[key].dtype}" for key in tables if state[key].dtype != own[key].dtype}
     )
     if changed:
-        print0(f"embeddings and tables cast from {', '.join(changed)}")
+        _say(f"embeddings and tables cast from {', '.join(changed)}")
     return state | {key: state[key].to(own[key].dtype) for key in tables}
 
 
@@ -294,7 +300,7 @@ def _axis_of(key):
 def load_model_from_dir(checkpoints_dir, device, phase, model_tag=None, step=None):
     """build_model for a tag under `checkpoints_dir`; tag None = the largest model, step None = the newest."""
     checkpoint_dir, step = _resolve_dir(checkpoints_dir, model_tag, step)
-    print0(f"loading {checkpoint_dir}, step {step}")
+    _say(f"loading {checkpoint_dir}, step {step}")
     return build_model(checkpoint_dir, step, device, phase)
 
 

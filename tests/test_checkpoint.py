@@ -302,7 +302,7 @@ def test_only_tables_change_their_dtype(tmp_path, capsys):
     loaded = cm.build_model(tmp_path, 3, "cpu", "eval")[0].state_dict()
     assert len(tables) == 2 and all(loaded[k].dtype == COMPUTE_DTYPE for k in tables)
     assert all(loaded[k].dtype == v.dtype and torch.equal(loaded[k], v) for k, v in state.items() if k not in tables)
-    assert f"cast from {other} to {COMPUTE_DTYPE}" in capsys.readouterr().out
+    assert f"cast from {other} to {COMPUTE_DTYPE}" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------- older checkpoints

@@ -1,0 +1,142 @@
+"""base_eval and bov_sample on a small base directory: what they print, write and refuse."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from models import build
+
+from nanochat import checkpoint_manager as cm
+from nanochat.common import file_sha256
+from nanochat.engine import Engine
+from nanochat.gpt import config_to_dict
+from nanochat.tokenizer import RustBPETokenizer, save_token_bytes
+from scripts import base_eval, bov_sample
+
+TEXT = [f"Schöne Grüße {i}: the café opens at {i} o'clock 你好 🙂." for i in range(60)]
+
+
+@pytest.fixture(scope="module")
+def base_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base")
+    tokenizer = RustBPETokenizer.train_from_iterator(iter(TEXT), 256 + 9 + 20)
+    tokenizer.save(str(folder / "tokenizer"))
+    save_token_bytes(tokenizer, str(folder / "tokenizer"))
+    (folder / "base_data_climbmix").mkdir()
+    for name, part in (("shard_00000", TEXT[:40]), ("shard_06542", TEXT[40:])):
+        pq.write_table(pa.table({"text": part * 4}), folder / "base_data_climbmix" / f"{name}.parquet")
+    model = build(vocab_size=tokenizer.get_vocab_size(), bov_layers="last:1/3", trunk="plain", ve_layers="none")
+    meta = {"step": 2, "model_config": config_to_dict(model.config)}
+    cm.save_checkpoint(folder / "base_checkpoints" / "tiny", 2, model.state_dict(), None, meta)
+    return folder
+
+
+@pytest.fixture
+def here(base_dir, monkeypatch):
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(base_dir))
+    return base_dir
+
+
+# ---------------------------------------------------------------------------- bov_sample
+
+
+def test_sample_streams_whole_characters_and_keeps_stdout_for_the_text(here, capsys):
+    options = ["--max-tokens", "40", "--temperature", "1.5", "--top-k", "0", "--seed", "3", "--device-type", "cpu"]
+    bov_sample.main(["--model-tag", "tiny", "--prompt", "Schöne", *options])
+    model, tokenizer, _ = cm.load_model("base", "cpu", phase="eval")
+    tokens = tokenizer.encode("Schöne", prepend="<|bos|>")
+    (row,), _ = Engine(model, tokenizer).generate_batch(tokens, max_tokens=40, temperature=1.5, top_k=0, seed=3)
+    shown = capsys.readouterr().out
+    assert shown == tokenizer.decode(row[1:]) + "\n" and len(row) > len(tokens)
+
+
+def test_a_character_in_several_tokens_is_shown_when_complete():
+    class Scripted:
+        def generate(self, tokens, **options):
+            for token in (*"é🙂".encode(), 0x41, 0xF0, 256):
+                yield [token], [1]
+
+    class Bytes:
+        get_bos_token_id = staticmethod(lambda: 256)
+        encode_special = staticmethod(lambda text: 257)
+        encode = staticmethod(lambda text, prepend: [prepend])
+        decode_single_token_bytes = staticmethod(lambda token: bytes([token]))
+
+    pieces = list(bov_sample.stream_text(Scripted(), Bytes(), ""))
+    assert pieces == ["", "é", "", "", "", "🙂", "A", "", "\ufffd"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model-tag", "none"], "no model 'none' .* there are: tiny"),
+        (["--step", "9"], "complete steps: 2"),
+        (["--temperature", "-1"], "must not be negative"),
+        (["--prompt", "x" * 999], "rotary table"),
+        (["--device-type", "tpu"], "use cuda, mps or cpu"),
+    ],
+)
+def test_sample_refuses(here, options, message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        bov_sample.main(["--device-type", "cpu", *options])
+
+
+def test_errors_are_one_line_and_a_status(base_dir):
+    """As a command: no traceback."""
+    for script in ("bov_sample", "base_eval"):
+        command = [sys.executable, "-m", f"scripts.{script}", "--model-tag", "none", "--device-type", "cpu"]
+        environment = os.environ | {"NANOCHAT_BASE_DIR": str(base_dir)}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=Path(__file__).parent.parent)
+        assert done.returncode == 1 and done.stderr.startswith(f"{script}: no model 'none'"), done.stderr
+        assert "Traceback" not in done.stderr
+
+
+# ---------------------------------------------------------------------------- base_eval
+
+
+def evaluate(*options):
+    base_eval.main(["--device-type", "cpu", "--device-batch-size", "2", *options])
+
+
+def result(folder):
+    return json.loads((folder / "base_eval" / "tiny_000002.json").read_text())
+
+
+def test_bpb_of_both_splits_is_written_with_the_hash_of_the_data(here, capsys):
+    evaluate("--eval", "bpb", "--split-tokens", "100")
+    found = result(here)
+    assert found["model_tag"] == "tiny" and found["step"] == 2 and found["compute_dtype"] == "float32"
+    assert set(found["bpb"]) == {"train", "val"} and all(1 < value < 40 for value in found["bpb"].values())
+    assert found["val_sha256"] == file_sha256(here / "base_data_climbmix" / "shard_06542.parquet")
+    assert f"val bpb: {found['bpb']['val']:.6f}" in capsys.readouterr().out
+
+
+def test_one_pass_reads_the_validation_split_alone(here):
+    evaluate("--eval", "bpb", "--split-tokens=-1")
+    assert set(result(here)["bpb"]) == {"val"}
+
+
+def test_samples_and_core_line(here, capsys):
+    evaluate("--eval", "core,sample", "--model-tag", "tiny")
+    samples, shown = result(here)["samples"], capsys.readouterr().out
+    assert len(samples["conditioned"]) == 7 and len(samples["unconditioned"]) == 8
+    assert all(text.startswith(prompt) for text, prompt in zip(samples["conditioned"], base_eval.PROMPTS, strict=True))
+    assert "CORE evaluation is not in this version" in shown and "bpb" not in result(here)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--eval", "bpb,bits"], "--eval 'bits'"),
+        (["--eval", "bpb", "--split-tokens", "31"], "one batch on all ranks has 32 tokens"),
+        (["--step", "1"], "complete steps: 2"),
+    ],
+)
+def test_eval_refuses(here, options, message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        evaluate(*options)
