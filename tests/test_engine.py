@@ -353,6 +353,19 @@ def test_cached_steps_give_the_logits_of_one_full_forward(name, monkeypatch):
     assert torch.allclose(torch.stack(seen, dim=1), whole, atol=1e-4)
 
 
+@settings(max_examples=12, deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.sampled_from(["upstream", "paper/bov", "table1/11"]))
+def test_a_text_in_chunks_gives_the_logits_of_the_whole(chunks, name):
+    """The first token of a chunk takes the smear of the chunk before."""
+    model = build(**preset(name), vocab_size=262)
+    ids = torch.arange(2 * sum(chunks)).view(2, -1) * 11 % 255
+    kv = KVCache(2, 2, sum(chunks), 8, 4, "cpu", COMPUTE_DTYPE)
+    with torch.no_grad():
+        parts = [model(part, kv_cache=kv) for part in ids.split(chunks, dim=1)]
+        assert torch.allclose(torch.cat(parts, dim=1), model(ids), atol=1e-4)
+    assert kv.get_pos() == sum(chunks) == kv.cache_seqlens[1]
+
+
 def test_engine_and_model_generate_the_same_tokens():
     model = build(**preset("paper/bov"), vocab_size=262, sequence_len=32)
     for sampling in (dict(temperature=0), dict(temperature=0.7, top_k=1)):

@@ -88,10 +88,11 @@ def test_sample_refuses(here, options, message):
 
 def test_errors_are_one_line_and_a_status(base_dir):
     """As a command: no traceback."""
+    root = Path(__file__).parent.parent
     for script in ("bov_sample", "base_eval"):
         command = [sys.executable, "-m", f"scripts.{script}", "--model-tag", "none", "--device-type", "cpu"]
         environment = os.environ | {"NANOCHAT_BASE_DIR": str(base_dir)}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=Path(__file__).parent.parent)
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=root)
         assert done.returncode == 1 and done.stderr.startswith(f"{script}: no model 'none'"), done.stderr
         assert "Traceback" not in done.stderr
 
