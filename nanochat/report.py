@@ -10,6 +10,8 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
+from nanochat.metrics import read_metrics
+
 BASELINE_PRESETS = ("paper/baseline", "table1/1")
 COEFFICIENT = re.compile(r"(\d+)\.(\w+)")
 
@@ -48,25 +50,6 @@ class Run:
 # ---------------------------------------------------------------------------- reading
 
 
-def read_metrics(path) -> list[dict]:
-    """The lines of a metrics.jsonl. A last line without its end (the writer was killed) is left out.
-
-    Raises ValueError naming file and line when another line is not a JSON object.
-    """
-    text = Path(path).read_bytes().decode("utf-8", errors="replace")
-    lines = text.split("\n")[:-1]
-    records = []
-    for number, line in enumerate(lines, 1):
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number}: not JSON ({error.msg}); remove the line or the run") from None
-        if not isinstance(record, dict) or "kind" not in record:
-            raise ValueError(f"{path}, line {number}: not an object with a kind; is this a metrics.jsonl?")
-        records.append(record)
-    return records
-
-
 def load_run(folder) -> Run:
     """A checkpoint folder as a Run; ValueError when it has no metrics.jsonl that starts with a header."""
     folder = Path(folder)
@@ -74,9 +57,9 @@ def load_run(folder) -> Run:
     if not metrics.is_file():
         raise ValueError(f"{folder}: no metrics.jsonl there; give the checkpoint folder of a training run")
     records = read_metrics(metrics)
-    if not records or records[0]["kind"] != "header":
-        raise ValueError(f"{metrics}: the first line is no header; the run did not start properly")
-    of_kind = {kind: [r for r in records if r["kind"] == kind] for kind in ("train", "eval", "end")}
+    if not records or not all(isinstance(record, dict) for record in records) or records[0].get("kind") != "header":
+        raise ValueError(f"{metrics}: the first line is no header; the run did not start, or this is another file")
+    of_kind = {kind: [r for r in records if r.get("kind") == kind] for kind in ("train", "eval", "end")}
     return Run(
         name=folder.resolve().name,
         header=records[0],
@@ -149,7 +132,7 @@ def find_baseline(runs, name: str | None = None) -> dict:
 
 def same_validation(run: Run, other: Run) -> bool:
     """bpb of two runs can be compared only on the same held-out bytes."""
-    return run.header.get("data", {}).get("val_sha256") == other.header.get("data", {}).get("val_sha256")
+    return run.header.get("data", {}).get("val_sha") == other.header.get("data", {}).get("val_sha")
 
 
 def difference(run: Run, baseline: Run | None) -> float | None:

@@ -65,26 +65,22 @@ use_base_dir() { # use_base_dir NAME: NANOCHAT_BASE_DIR, or out/NAME in the repo
 }
 
 need_setup() {
-    if [ -z "${NANOCHAT_PYTHON:-}" ]; then run bash runs/setup.sh; fi
+    if [ -n "${NANOCHAT_PYTHON:-}" ]; then echo "as it is: $NANOCHAT_PYTHON"; else run bash runs/setup.sh; fi
 }
 
-once() { # once NAME OUTPUT WORD...: run a command unless OUTPUT is there and this very command made it
-    local stamp=$NANOCHAT_BASE_DIR/.steps/$1 output=$2
-    shift 2
-    if [ -e "$output" ] && [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$(show "$@")" ]; then
-        echo "already there: $output"
+need_data() { # need_data FLAG...: parquet shards; the command leaves intact ones as they are
+    py -m nanochat.dataset "$@"
+}
+
+need_tokenizer() { # need_tokenizer FLAG...: trained once, and again when the flags or the data change
+    local stamp=$NANOCHAT_BASE_DIR/tokenizer/made_by.txt data=$NANOCHAT_BASE_DIR/base_data_climbmix/source.json
+    local command=("$PYTHON_BIN" -m scripts.tok_train "$@")
+    if [ -f "$stamp" ] && [ ! "$data" -nt "$stamp" ] && [ "$(cat "$stamp")" = "$(show "${command[@]}")" ]; then
+        echo "already there: $NANOCHAT_BASE_DIR/tokenizer"
         return
     fi
-    run "$@"
-    if [ "$DRY_RUN" != 1 ]; then mkdir -p "$(dirname "$stamp")" && show "$@" >"$stamp"; fi
-}
-
-need_data() { # need_data FLAG...: parquet shards, by python -m nanochat.dataset
-    once data "$NANOCHAT_BASE_DIR/base_data_climbmix" "$PYTHON_BIN" -m nanochat.dataset "$@"
-}
-
-need_tokenizer() { # need_tokenizer FLAG...: by python -m scripts.tok_train
-    once tokenizer "$NANOCHAT_BASE_DIR/tokenizer" "$PYTHON_BIN" -m scripts.tok_train "$@"
+    run "${command[@]}"
+    if [ "$DRY_RUN" != 1 ]; then show "${command[@]}" >"$stamp"; fi
 }
 
 train_run() { # train_run TAG FLAG...: the plan in a dry run; else train, continue, or leave a finished run as it is

@@ -155,13 +155,14 @@ def _epochs(table):
 
 def provenance(runs) -> str:
     """Where each run came from, as a markdown table."""
-    lines = ["| run | commit | device | data | held-out text | tokenizer |", "|---|---|---|---|---|---|"]
+    lines = ["| run | commit | device | dtype | data | held-out shard | tokenizer |", "|---|---|---|---|---|---|---|"]
     for run in runs:
         h, data = run.header, run.header.get("data") or {}
-        hashes = (h.get("commit"), data.get("val_sha256"), h.get("tokenizer_sha256"))
+        hashes = (h.get("commit"), data.get("val_sha"), h.get("tokenizer_sha256"))
         commit, val, tokenizer = (str(value or "-")[:12] for value in hashes)
-        device, source = h.get("device") or "-", data.get("source") or "-"
-        lines.append(f"| {run.name} | {commit} | {device} | {source} | {val} | {tokenizer} |")
+        device, dtype, source = (str(v or "-") for v in (h.get("device"), h.get("dtype"), data.get("source")))
+        dtype = dtype.removeprefix("torch.")
+        lines.append(f"| {run.name} | {commit} | {device} | {dtype} | {source} | {val} | {tokenizer} |")
     return "\n".join(lines)
 
 

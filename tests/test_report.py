@@ -22,9 +22,9 @@ def gamma(step, layer):
 def header(preset, seed=42, val="v" * 64, expected_epochs=1.86, **plan):
     bank = preset == "paper/bov"
     return {
-        "kind": "header", "commit": "a" * 40, "versions": {"torch": "2.13.0"}, "device": "cpu", "preset": preset,
-        "seed": seed, "config": {"n_layer": 6}, "tokenizer_sha256": "t" * 64,
-        "data": {"source": "sotu", "val_sha256": val, "train_sha256": "d" * 64},
+        "kind": "header", "commit": "a" * 40, "versions": {"torch": "2.13.0"}, "device": "cpu",
+        "dtype": "torch.bfloat16", "preset": preset, "seed": seed, "config": {"n_layer": 6},
+        "tokenizer_sha256": "t" * 64, "data": {"source": "sotu", "val_sha": val, "train_sha": "d" * 64},
         "plan": {
             "num_params": {"total": 15_000_000, "without_tables": 9_800_000} if bank else
             {"total": 10_000_000, "without_tables": 10_000_000},
@@ -78,9 +78,9 @@ def test_killed_writer_costs_at_most_the_last_line(tmp_path_factory, data):
     whole = path.read_bytes()
     first = whole.index(b"\n") + 1
     path.write_bytes(whole[: data.draw(st.integers(first, len(whole)))])
-    kept = path.read_bytes().count(b"\n")
+    left = path.read_bytes().splitlines()
     run = load_run(folder)
-    expected = [json.loads(line) for line in whole.splitlines()[:kept]]
+    expected = [json.loads(line) for line in whole.splitlines() if line in left]
     assert [run.header, *sorted(run.train + run.evals, key=expected.index)] == expected
 
 
@@ -90,10 +90,9 @@ def test_killed_writer_costs_at_most_the_last_line(tmp_path_factory, data):
         (None, "no metrics.jsonl"),
         ("", "no header"),
         ('{"kind": "train", "step": 1}\n', "no header"),
-        ('{"kind": "header"}\n{"kind": "tr\n{"kind": "train"}\n', "line 2"),
-        ('{"kind": "header"}\n[1]\n', "line 2"),
+        ('{"kind": "header"}\n[1]\n', "another file"),
     ],
-    ids=["no file", "empty", "no header", "broken line", "no object"],
+    ids=["no file", "empty", "no header", "no object"],
 )
 def test_unreadable_run_is_named(tmp_path, content, message):
     folder = tmp_path / "some_run"

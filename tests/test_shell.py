@@ -103,25 +103,33 @@ def lib(command, tmp_path, **env):
     return bash(f"source runs/_lib.sh; use_base_dir x; {command}", NANOCHAT_BASE_DIR=str(tmp_path / "base"), **env)
 
 
-def test_step_is_done_once_per_command_and_output(tmp_path):
-    count = f"echo ran >>'{tmp_path}/count'"
-    step = f"bash -c \"mkdir -p '{tmp_path}/base/made'; {count}\""
-    times = lambda: (tmp_path / "count").read_text().count("ran")  # noqa: E731
-    assert lib(f"once s '{tmp_path}/base/made' {step}", tmp_path).returncode == 0
-    assert "already there" in lib(f"once s '{tmp_path}/base/made' {step}", tmp_path).stdout
-    assert times() == 1
-    lib(f"once s '{tmp_path}/base/made' {step} other_flag", tmp_path)
-    assert times() == 2
-    (tmp_path / "base" / "made").rmdir()
-    lib(f"once s '{tmp_path}/base/made' {step} other_flag", tmp_path)
-    assert times() == 3
+def test_tokenizer_is_trained_again_only_when_flags_or_data_change(tmp_path, echo_python):
+    python, log = echo_python
+    base = tmp_path / "base"
+    (base / "tokenizer").mkdir(parents=True)
+    (base / "base_data_climbmix").mkdir()
+    data, stamp = base / "base_data_climbmix" / "source.json", base / "tokenizer" / "made_by.txt"
+
+    def calls(size):
+        done = lib(f"need_tokenizer --vocab-size {size}", tmp_path, NANOCHAT_PYTHON=str(python))
+        assert done.returncode == 0, done.stderr
+        return log.read_text().count("tok_train")
+
+    data.write_text("{}")
+    os.utime(data, (1, 1))
+    assert [calls(512), calls(512), calls(1024), calls(1024)] == [1, 1, 2, 2]
+    os.utime(data, (stamp.stat().st_mtime + 5,) * 2)
+    assert calls(1024) == 3
 
 
-def test_failed_step_is_named_and_repeated(tmp_path):
+def test_failed_step_is_named_and_repeated(tmp_path, echo_python):
+    python, _ = echo_python
+    python.write_text("#!/bin/sh\nexit 7\n")
+    (tmp_path / "base" / "tokenizer").mkdir(parents=True)
     for _ in range(2):
-        done = lib("stage 'the data'; once s . bash -c 'exit 7'; echo not reached", tmp_path)
+        done = lib("stage words; need_tokenizer; echo not reached", tmp_path, NANOCHAT_PYTHON=str(python))
         assert done.returncode == 7
-        assert '"the data" failed with exit code 7' in done.stderr
+        assert '"words" failed with exit code 7' in done.stderr
         assert "not reached" not in done.stdout
 
 
