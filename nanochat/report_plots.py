@@ -34,11 +34,13 @@ def unit(x: str, largest: float) -> tuple[float, str]:
     return divisor, f"training time ({word}, evaluations left out)"
 
 
-def colors(runs, baselines) -> dict:
-    """run name -> colour: grey for baselines, the others in order."""
+def styles(runs, baselines) -> dict:
+    """run name -> colour and dash: grey for baselines, the others in order."""
     grey = {run.name for run in baselines.values()}
     others = [run.name for run in runs if run.name not in grey]
-    return dict.fromkeys(grey, BASELINE_COLOR) | {name: COLORS[i % len(COLORS)] for i, name in enumerate(others)}
+    n = len(COLORS)
+    style = {name: {"color": COLORS[i % n], "linestyle": DASHES[i // n % len(DASHES)]} for i, name in enumerate(others)}
+    return style | {name: {"color": BASELINE_COLOR} for name in grey}
 
 
 def draw_all(runs, baselines, folder) -> list[str]:
@@ -63,28 +65,20 @@ def _save(figure, folder, name):
 def draw_bpb(runs, baselines, x):
     """bpb against a budget; against tokens also the difference to the baseline, below and on the same axis."""
     gaps = _gaps(runs, baselines) if x == "tokens" else {}
-    height = (6.6, (3, 1.4)) if gaps else (4.8, (1,))
-    figure, axes = plt.subplots(
-        len(height[1]),
-        1,
-        figsize=(8, height[0]),
-        height_ratios=height[1],
-        sharex=True,
-        layout="constrained",
-        squeeze=False,
-    )
+    size = {"figsize": (8, 6.6), "height_ratios": (3, 1.4)} if gaps else {"figsize": (8, 4.8)}
+    figure, axes = plt.subplots(2 if gaps else 1, 1, sharex=True, layout="constrained", squeeze=False, **size)
     divisor, label = unit(x, max(point[0] for run in runs for point in curve(run, x)))
-    color = colors(runs, baselines)
+    style = styles(runs, baselines)
     top = axes[0, 0]
     for run in runs:
-        _line(top, curve(run, x), divisor, label=run.name, color=color[run.name])
+        _line(top, curve(run, x), divisor, label=run.name, **style[run.name])
     top.set_ylabel("validation bits per byte\n(lower is better)")
     top.legend()
     if gaps:
         below = axes[1, 0]
         below.axhline(0, color=BASELINE_COLOR, linewidth=1.2)
         for name, points in gaps.items():
-            _line(below, points, divisor, color=color[name])
+            _line(below, points, divisor, **style[name])
         below.set_ylabel("difference\nto baseline")
         below.yaxis.set_major_locator(MaxNLocator(5))
     axes[-1, 0].set_xlabel(label)

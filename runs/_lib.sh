@@ -88,7 +88,7 @@ train_run() { # train_run TAG FLAG...: the plan in a dry run; else train, contin
     shift
     py -m scripts.base_train --model-tag "$tag" --resume auto "$@"
     [ "$DRY_RUN" = 1 ] || return 0
-    if [ ! -x "$PYTHON_BIN" ]; then
+    if [ ! -x "$PYTHON_BIN" ] || { [ -z "${NANOCHAT_PYTHON:-}" ] && [ ! -f .venv/setup.stamp ]; }; then
         echo "(its plan is printed here once set-up has run)"
     else
         "$PYTHON_BIN" -m scripts.base_train --model-tag "$tag" "$@" --vocab-size "$VOCAB_SIZE" --dry-run
