@@ -10,8 +10,6 @@ import argparse
 import os
 import sys
 
-from nanochat.dataloader import one_pass_loader, tokenizing_distributed_data_loader_bos_bestfit
-
 from nanochat.checkpoint_manager import build_model, resolve_checkpoint
 from nanochat.common import (
     COMPUTE_DTYPE,
@@ -21,8 +19,10 @@ from nanochat.common import (
     get_base_dir,
     get_dist_info,
     print0,
+    progress,
     write_json,
 )
+from nanochat.dataloader import one_pass_loader, tokenizing_distributed_data_loader_bos_bestfit
 from nanochat.dataset import shard_sha256, split_paths
 from nanochat.engine import Engine
 from nanochat.loss_eval import evaluate_bpb
@@ -76,17 +76,19 @@ def bpb_steps(split_tokens, batch_size, sequence_len, world_size):
 def evaluate_splits(model, tokenizer, device, batch_size, split_tokens):
     """{split: bits per byte}; split_tokens -1 = one pass over the validation split alone."""
     token_bytes = get_token_bytes(device=device)
-    sequence_len = model.config.sequence_len
+    shape = (batch_size, model.config.sequence_len)
     if split_tokens == -1:
-        loader = one_pass_loader(tokenizer, batch_size, sequence_len, "val", device=device)
-        return {"val": evaluate_bpb(model, loader, None, token_bytes)}
-    steps = bpb_steps(split_tokens, batch_size, sequence_len, get_dist_info()[3])
+        loader = one_pass_loader(tokenizer, *shape, "val", device=device)
+        jobs = {"val": (loader, len(loader))}
+    else:
+        steps = bpb_steps(split_tokens, *shape, get_dist_info()[3])
+        load = tokenizing_distributed_data_loader_bos_bestfit
+        jobs = {split: (load(tokenizer, *shape, split, device=device), steps) for split in ("train", "val")}
     results = {}
-    for split in ("train", "val"):
-        loader = tokenizing_distributed_data_loader_bos_bestfit(
-            tokenizer, batch_size, sequence_len, split, device=device
-        )
-        results[split] = evaluate_bpb(model, loader, steps, token_bytes)
+    for split, (loader, steps) in jobs.items():
+        print0(f"{split} bpb over {steps} batches")
+        with progress(loader, total=steps, desc=f"{split} bpb") as batches:
+            results[split] = evaluate_bpb(model, batches, steps, token_bytes)
     return results
 
 

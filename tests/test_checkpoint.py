@@ -3,9 +3,12 @@
 import json
 import math
 import os
+import time
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 
 import nanochat.checkpoint_manager as cm
 from nanochat.authors_checkpoints import authors_config
@@ -243,6 +246,24 @@ def test_saving_again_on_fewer_ranks_leaves_no_old_shard(tmp_path, optimizer):
     assert [name for name in os.listdir(tmp_path) if "rank" in name] == ["optim_000004_rank0.pt"] * (
         optimizer is not None
     )
+
+
+def _save_late(rank, folder, found):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    time.sleep(rank)
+    cm.save_checkpoint(folder / "d3", 4, {}, {"rank": rank}, {}, rank=rank)
+    if rank == 0:
+        found["shards"] = [shard["rank"] for shard in cm.load_optimizer_shards(folder / "d3", 4, "cpu")]
+    dist.destroy_process_group()
+
+
+def test_a_step_is_complete_only_with_the_shards_of_all_ranks(tmp_path):
+    """Rank 0 has saved when rank 1, which comes a second later, has."""
+    with mp.Manager() as manager:
+        found = manager.dict()
+        mp.spawn(_save_late, args=(tmp_path, found), nprocs=2)
+        assert found["shards"] == [0, 1]
+    assert cm.find_last_step(tmp_path / "d3") == 4
 
 
 # ---------------------------------------------------------------------------- config against weights
