@@ -116,11 +116,6 @@ def polar_factor(x, steps=5):
     return x
 
 
-def _rms_parts(x):
-    """Euclidean norm of each row of `x` in fp32: (K, rows, 1)."""
-    return torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-
-
 def muon_update(params, grads, momentum_buffer, second_momentum_buffer, *, lr, momentum, beta2, weight_decay, steps,
                 equalize):  # fmt: skip
     """One Muon step in place on `params` (K, rows, cols): Nesterov momentum, polar factor, NorMuon, cautious decay.
@@ -135,7 +130,7 @@ def muon_update(params, grads, momentum_buffer, second_momentum_buffer, *, lr, m
     if COMPUTE_DTYPE == torch.bfloat16:
         x = x.bfloat16()
 
-    row_norm = _rms_parts(x)
+    row_norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=params.dtype)
     norm = row_norm.norm(dim=-2, keepdim=True)
     scale = norm / rows**0.5 / row_norm.clamp_min(1e-6) if equalize else torch.ones_like(row_norm)
     norm = (scale * row_norm).norm(dim=-2, keepdim=True)
@@ -268,7 +263,8 @@ class _MuonJob:
             if j - i > 1:
                 torch._foreach_copy_(self.own[i:j], list(stack))
         if not self.alone:
-            torch._foreach_copy_(self.own_grads, self.own)
+            if self.own:
+                torch._foreach_copy_(self.own_grads, self.own)
             self.work = dist.all_gather_single(self.everything, self.mine, async_op=True)
 
     def finish(self):
