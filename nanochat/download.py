@@ -12,6 +12,7 @@ from nanochat.common import file_sha256
 
 TRY_AGAIN = {408, 425, 429}  # and every 5xx
 LONGEST_WAIT = 60.0  # seconds
+BLOCK = 1 << 16  # bytes; what a cut connection can lose
 
 
 class Stopped(Exception):
@@ -74,7 +75,7 @@ def _receive(url, part, stop, on_bytes):
         _check_status(response, part)
         total = _total_length(response, have, part)
         with open(part, "ab" if response.status_code == 206 else "wb") as f:
-            for block in response.iter_content(1 << 18):
+            for block in response.iter_content(BLOCK):
                 if stop is not None and stop.is_set():
                     raise Stopped
                 f.write(block)
@@ -83,9 +84,14 @@ def _receive(url, part, stop, on_bytes):
     size = os.path.getsize(part)
     if total is not None and size != total:
         if size > total:
-            os.remove(part)
+            _forget(part)
         raise _TryAgain(f"{size} bytes of {total} arrived")
     return sha256
+
+
+def _forget(part):
+    if os.path.exists(part):
+        os.remove(part)
 
 
 def _check_status(response, part):
@@ -93,7 +99,7 @@ def _check_status(response, part):
     if status in (200, 206):
         return
     if status == 416:
-        os.remove(part)
+        _forget(part)
         raise _TryAgain("the server refused to resume")
     if status in TRY_AGAIN or status >= 500:
         raise _TryAgain(f"status {status}", _retry_after(response))
@@ -105,7 +111,7 @@ def _total_length(response, have, part):
     if response.status_code == 206:
         found = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", response.headers.get("Content-Range", ""))
         if found is None or int(found[1]) != have:
-            os.remove(part)
+            _forget(part)
             raise _TryAgain("the server resumed at the wrong place")
         return None if found[2] == "*" else int(found[2])
     length = response.headers.get("Content-Length")
@@ -138,5 +144,5 @@ def _verify(part, sha256, check):
         if check is not None:
             check(part)
     except ValueError as error:
-        os.remove(part)
+        _forget(part)
         raise _TryAgain(str(error)) from error
