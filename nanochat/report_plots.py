@@ -24,7 +24,8 @@ STYLE = {
 def unit(x: str, largest: float) -> tuple[float, str]:
     """(divisor, axis label) of a budget ("tokens", "flops" or "seconds") whose largest value is `largest`."""
     if x == "tokens":
-        divisor, word = (1e9, "billions") if largest >= 1e9 else (1e6, "millions")
+        units = ((1e9, "billions"), (1e6, "millions"), (1e3, "thousands"))
+        divisor, word = next((pair for pair in units if largest >= pair[0]), units[-1])
         return divisor, f"training tokens ({word})"
     if x == "flops":
         power = math.floor(math.log10(largest)) if largest > 0 else 0

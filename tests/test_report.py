@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanochat.report import coefficients, difference_curve, final_bpb, find_baseline, load_run, rows
+from nanochat.report_plots import unit
 from scripts import bov_report
 
 STEPS, BATCH = 500, 8192
@@ -238,3 +239,16 @@ def test_markdown_table_is_rectangular(pair):
 def test_bad_sample_is_a_plain_error(pair, tmp_path, sample):
     with pytest.raises(SystemExit, match="--sample"):
         bov_report.main([*map(str, pair), "--out", str(tmp_path / "out"), "--sample", sample])
+
+
+@pytest.mark.parametrize(
+    "x, largest, divisor, word",
+    [
+        ("tokens", 8e4, 1e3, "thousands"), ("tokens", 2.2e6, 1e6, "millions"), ("tokens", 8e9, 1e9, "billions"),
+        ("flops", 1.2e14, 1e14, "{14}"), ("seconds", 0.5, 1, "seconds"), ("seconds", 800, 60, "minutes"),
+        ("seconds", 9e4, 3600, "hours"),
+    ],
+)  # fmt: skip
+def test_axes_name_their_unit(x, largest, divisor, word):
+    factor, label = unit(x, largest)
+    assert factor == pytest.approx(divisor) and word in label
