@@ -125,6 +125,7 @@ def muon_update(params, grads, momentum_buffer, second_momentum_buffer, *, lr, m
     arXiv 2602.21545). NorMuon: arXiv 2510.05491. The iteration runs in bf16 when that is the compute dtype.
     """
     rows, cols = params.shape[-2:]
+    rate = lr * max(1.0, rows / cols) ** 0.5
     momentum_buffer.lerp_(grads, 1 - momentum)
     x = torch.lerp(grads, momentum_buffer, momentum)
     if COMPUTE_DTYPE == torch.bfloat16:
@@ -150,11 +151,11 @@ def muon_update(params, grads, momentum_buffer, second_momentum_buffer, *, lr, m
     inverse = second_momentum_buffer.clamp_min(1e-10).rsqrt()
     before = (mean_sq.sum(dim=(-2, -1), keepdim=True) * width).sqrt()
     after = (mean_sq * width * inverse.square()).sum(dim=(-2, -1), keepdim=True).sqrt()
-    update = x.mul_(restore * inverse * (before / after.clamp_min(1e-10)) * (lr * max(1.0, rows / cols) ** 0.5))
+    update = x.mul_(restore * inverse * (before / after.clamp_min(1e-10)) * rate)
 
     if weight_decay:  # only where the update and the weight have the same sign
         agree = torch.mul(update, params).ge_(0)
-        params.addcmul_(params, agree, value=-lr * max(1.0, rows / cols) ** 0.5 * weight_decay)
+        params.addcmul_(params, agree, value=-rate * weight_decay)
     params.sub_(update)
 
 

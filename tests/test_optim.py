@@ -256,6 +256,17 @@ def test_polar_factor_is_nearly_orthogonal_and_keeps_singular_vectors(rows, cols
     assert 0.8 < after.diag().min() and after.diag().max() < 1.2
 
 
+@pytest.mark.parametrize("variant", ["upstream", "paper"])
+def test_a_zero_gradient_only_decays(variant):
+    """Behind a zero-initialised projection the first gradients are exactly zero."""
+    p = parameter(24, 24)
+    before = p.detach().clone()
+    optimizer = MuonAdamW([dict(kind="muon", params=[p], ns_steps=5, variant=variant, **MUON)])
+    p.grad = torch.zeros_like(p)
+    optimizer.step()
+    torch.testing.assert_close(p.detach(), before * (1 - 0.02 * 0.28))
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_upstream_variant_has_the_norm_of_an_orthogonal_matrix(shape):
     p = parameter(*shape)
@@ -427,20 +438,21 @@ def rank_gradients(groups, step, rank):
     set_gradients(groups, 100 * step + rank)
 
 
-def train_on_two_ranks(rank, folder, dtype):
+def train_on_two_ranks(rank, folder):
     """Worker: three steps, the state saved, two more steps; parameters and state go to files."""
     torch.set_num_threads(1)
     optim.COMPUTE_DTYPE = torch.float32
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     with pytest.raises(ValueError, match="lm_head.weight has 97 rows, which 2 ranks"):
         MuonAdamW(small_model(table_rows=97))
-    optimizer = MuonAdamW(small_model(dtype=dtype))
+    optimizer = MuonAdamW(small_model(dtype=torch.bfloat16))
     for step in range(5):
         if step == 3:
             torch.save((optimizer.state_for_save(), parameters_of(optimizer)), f"{folder}/middle{rank}.pt")
         rank_gradients(optimizer.param_groups, step, rank)
         optimizer.step()
     torch.save(parameters_of(optimizer), f"{folder}/end{rank}.pt")
+    dist.barrier()  # gloo's threads let go of the last tensors; else the interpreter may abort on its way out
     dist.destroy_process_group()
 
 
@@ -453,13 +465,12 @@ def average_gradients(groups, step):
         p.grad = (p.grad + grad) / 2
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16-tables"])
-def test_two_ranks_equal_one_and_each_other(tmp_path, dtype):
-    mp.spawn(train_on_two_ranks, args=(str(tmp_path), dtype), nprocs=2)
+def test_two_ranks_equal_one_and_each_other(tmp_path):
+    mp.spawn(train_on_two_ranks, args=(str(tmp_path),), nprocs=2)
     end = [torch.load(tmp_path / f"end{rank}.pt", weights_only=True) for rank in range(2)]
     assert all(torch.equal(end[0][name], end[1][name]) for name in end[0])
 
-    alone = MuonAdamW(small_model(dtype=dtype))
+    alone = MuonAdamW(small_model(dtype=torch.bfloat16))
     for step in range(5):
         average_gradients(alone.param_groups, step)
         alone.step()
@@ -468,7 +479,7 @@ def test_two_ranks_equal_one_and_each_other(tmp_path, dtype):
 
     # the files of two ranks continue on one
     middle = [torch.load(tmp_path / f"middle{rank}.pt", weights_only=True) for rank in range(2)]
-    resumed = MuonAdamW(small_model(dtype=dtype))
+    resumed = MuonAdamW(small_model(dtype=torch.bfloat16))
     with torch.no_grad():
         for name, p in parameters_of(resumed).items():
             p.copy_(middle[0][1][name])
