@@ -83,6 +83,10 @@ class Stream:
         waiting = sorted(key for _, *key in self.buffer)
         return {"next": [self.group, self.document], "buffer": waiting, "last": list(self.last)}
 
+    def close(self):
+        """Read no further document; row() packs those in the buffer and then ends."""
+        self.epochs = self._epoch(self.group)
+
     def _restore(self, state):
         (self.group, self.document), self.last = state["next"], tuple(state["last"])
         wanted = {}
@@ -355,36 +359,37 @@ def one_pass_loader(tokenizer, B, T, split, device="cuda"):
 
 
 def packing_report(tokenizer, T, split="train", max_rows=None):
-    """What one epoch of a split gives at context T, measured on all of it or on the first `max_rows` rows.
+    """What one epoch of a split gives at context T, measured on all of it or on the documents of `max_rows` rows.
 
     {documents, tokens_per_document (BOS included), discard (part of the tokens thrown away), rows_per_epoch,
     tokens_per_epoch (rows * T), fresh_rows (rows of a run before its first stream repeats a document), exact}.
-    Without `max_rows` the counts are exact, else extrapolated (a short sample flatters: large documents go first)
-    and fresh_rows is None.
+    Where `max_rows` cuts the epoch short the counts are extrapolated from the documents read by then, all of which are
+    packed first, and fresh_rows is None.
     """
     _check_sizes(1, T)
     plan = deal(split)
     streams = [Stream(i, plan, tokenizer, T, epochs=1) for i in range(plan.streams)]
-    row, rows, fresh_rows, live = np.empty(T + 1, dtype=np.int32), 0, None, list(streams)
-    while live and (max_rows is None or rows < max_rows):
+    row, rows, fresh_rows, exact, live = np.empty(T + 1, dtype=np.int32), 0, None, True, list(streams)
+    while live:
+        if rows == max_rows and exact:
+            exact = False
+            for stream in streams:
+                stream.close()
         stream = live.pop(0)
         if stream.row(row):
             rows += 1
             live.append(stream)
         elif fresh_rows is None:
             fresh_rows = rows
-    read = sum(stream.tokens_read for stream in streams)
-    used = read - sum(length for stream in streams for length, *_ in stream.buffer)
-    kept = sum(stream.tokens_kept for stream in streams)
-    if kept == 0:
+    if rows == 0:
         raise ValueError(streams[0].too_little())
-    seen = sum(stream.documents_read for stream in streams)
-    exact = not live
-    rows_per_epoch = rows if exact else round(kept / used * read / seen * plan.documents / (T + 1))
+    tokens = sum(stream.tokens_read for stream in streams)
+    share = sum(stream.documents_read for stream in streams) / plan.documents
+    rows_per_epoch = rows if exact else round(rows / share)
     return {
         "documents": plan.documents,
-        "tokens_per_document": read / seen,
-        "discard": 1 - kept / used,
+        "tokens_per_document": tokens / (share * plan.documents),
+        "discard": 1 - rows * (T + 1) / tokens,
         "rows_per_epoch": rows_per_epoch,
         "tokens_per_epoch": rows_per_epoch * T,
         "fresh_rows": fresh_rows if exact else None,

@@ -22,6 +22,7 @@ from nanochat.dataloader import (
     tokenizing_distributed_data_loader_with_state_bos_bestfit,
 )
 from nanochat.dataset import MAX_SHARD, index_to_filename
+from nanochat.tokenizer import RustBPETokenizer
 
 BOS = 0
 SECONDS = 60  # until a test that hangs fails
@@ -301,6 +302,26 @@ def test_incomplete_states_are_refused(base, monkeypatch):
         take(1, state=states[0])
 
 
+def test_merged_state_tells_the_latest_epoch(base, monkeypatch):
+    states = []
+    for rank in range(2):
+        as_rank(monkeypatch, rank, 2)
+        states.append(take(2)[1])
+    late = {**states[1], "epoch": 5}
+    assert merge_states([states[0], late])["epoch"] == merge_states([late, states[0]])["epoch"] == 5
+
+
+def test_rows_of_a_real_tokenizer_read_as_the_text(base):
+    texts = ["the cat sat on the mat. ", "한국어 text 🙂, naïve", "x" * 300] * 40
+    write(base, texts, 30)
+    (base / "shard_00001.parquet").unlink()
+    tokenizer = RustBPETokenizer.train_from_iterator(iter(texts), 300)
+    for row in np.concatenate(take(8, T=31, tokenizer=tokenizer)[0]):
+        assert row[0] == tokenizer.get_bos_token_id()
+        whole = tokenizer.decode(row.tolist()).split("<|bos|>")[1:-1]
+        assert set(whole) <= set(texts)
+
+
 @pytest.mark.parametrize("world_size", [3, 16])
 def test_ranks_that_cannot_share_the_rows(world_size, base, monkeypatch):
     as_rank(monkeypatch, 0, world_size)
@@ -375,7 +396,7 @@ def test_one_pass_gives_every_row_once_and_pads_with_ignored_targets(world_size,
         assert rows[padding][:, :-1].eq(BOS).all() and not rows[~padding].eq(-1).any()
         parts.append(rows[~padding].tolist())
         lengths.append(len(loader))
-    assert len(set(lengths)) == 1
+    assert len(set(lengths)) == 1 and sum(map(len, parts)) == len(expected)
     assert [parts[i % world_size][i // world_size] for i in range(len(expected))] == expected
     assert loader.discard == pytest.approx(1 - len(expected) * 16 / sum(len(t.split()) + 1 for t in texts))
 
@@ -388,8 +409,8 @@ def test_packing_report_counts_an_epoch(base):
     assert report["tokens_per_document"] == pytest.approx(total / 170)
     assert report["discard"] == pytest.approx(1 - report["rows_per_epoch"] * 16 / total)
     assert report["tokens_per_epoch"] == report["rows_per_epoch"] * 15
-    sampled = packing_report(Numbers(), 15, max_rows=60)
-    assert not sampled["exact"] and sampled["rows_per_epoch"] == pytest.approx(report["rows_per_epoch"], rel=0.3)
+    sampled = packing_report(Numbers(), 15, max_rows=40)
+    assert not sampled["exact"] and sampled["rows_per_epoch"] == pytest.approx(report["rows_per_epoch"], rel=0.1)
 
 
 def test_fresh_rows_end_where_the_first_document_repeats(base):

@@ -4,7 +4,10 @@ import os
 import pickle
 import pickletools
 import sys
+import threading
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given
@@ -18,6 +21,7 @@ from nanochat.tokenizer import (
     save_token_bytes,
     tokenizer_sha256,
 )
+from scripts import tok_eval, tok_train
 
 CORPUS = ["the cat and the hat, 1234 times\n", "naïve 한국어 🙂 the theatre of the mind", "x = f(y)  # then\n\n"] * 6
 VOCAB = 256 + len(SPECIAL_TOKENS) + 30
@@ -272,6 +276,59 @@ def test_malformed_conversations(messages):
 def test_visualization_shows_every_token_and_its_mask():
     shown = TOKENIZER.visualize_tokenization(TOKENIZER.encode("ab"), [0, 1], with_token_id=True)
     assert "\033[91ma" in shown and "\033[92mb" in shown and f"({TOKENIZER.encode('b')[0]})" in shown
+
+
+# ---------------------------------------------------------------------------- scripts
+
+
+@pytest.fixture
+def shards(tmp_path, monkeypatch):
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
+    (tmp_path / "base_data_climbmix").mkdir()
+    for name, texts in (("shard_00000.parquet", CORPUS), ("shard_06542.parquet", ["the hat of the cat"])):
+        pq.write_table(pa.table({"text": texts}), tmp_path / "base_data_climbmix" / name)
+    return tmp_path / "tokenizer"
+
+
+def test_tok_train_caps_documents_and_writes_all_files(shards, capsys):
+    tok_train.main(["--vocab-size", "280", "--upstream-pickle"])
+    names = ["token_bytes.pt", "tokenizer.json", "tokenizer.pkl", "tokenizer.tiktoken"]
+    assert sorted(p.name for p in shards.iterdir()) == names
+    assert len(get_token_bytes()) == get_tokenizer().get_vocab_size() == 280
+    assert tokenizer_sha256() in capsys.readouterr().out
+    assert list(tok_train.texts(max_chars=10, doc_cap=4)) == [text[:4] for text in CORPUS[:3]]
+
+
+def test_tok_train_says_when_the_text_runs_out_of_pairs(shards, capsys):
+    tok_train.main(["--vocab-size", "5000"])
+    assert f"{get_tokenizer().get_vocab_size():,} tokens instead of 5,000" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flag", ["--max-chars", "--doc-cap", "--vocab-size"])
+def test_tok_train_names_the_flag(flag, shards):
+    with pytest.raises(ValueError, match=f"{flag} 0"):
+        tok_train.main([flag, "0"])
+
+
+def test_tok_eval_compares_with_what_is_at_hand_and_skips_the_rest(shards, monkeypatch, capsys):
+    tok_train.main(["--vocab-size", "280"])
+    capsys.readouterr()
+    bytes_only = RustBPETokenizer.train_from_iterator(iter(CORPUS), 256 + len(SPECIAL_TOKENS))
+    monkeypatch.setattr(tok_eval, "from_tiktoken", lambda name: bytes_only if name == "gpt2" else None)
+    tok_eval.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert any("GPT-4" in line and "skipped" in line for line in lines)
+    (row,) = [line.split() for line in lines if line.startswith("climbmix-val")]
+    ours = len(get_tokenizer().encode("the hat of the cat"))
+    assert row[1:] == ["18", "1.00", f"{18 / ours:.2f}", f"{(18 - ours) / 18:+.1%}"]
+    assert sum(line.split()[0] in tok_eval.SAMPLES for line in lines) == len(tok_eval.SAMPLES)
+
+
+@pytest.mark.parametrize("play", [lambda name: threading.Event().wait(5), lambda name: 1 / 0], ids=["hangs", "fails"])
+def test_tok_eval_does_not_wait_for_a_dead_network(play, monkeypatch):
+    monkeypatch.setattr(tok_eval, "TIMEOUT", 0.05)
+    monkeypatch.setattr(tok_eval.RustBPETokenizer, "from_pretrained", play)
+    assert tok_eval.from_tiktoken("gpt2") is None
 
 
 @pytest.mark.skipif("NANOCHAT_UPSTREAM" not in os.environ, reason="NANOCHAT_UPSTREAM names no upstream checkout")
