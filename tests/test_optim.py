@@ -452,8 +452,9 @@ def train_on_two_ranks(rank, folder):
         rank_gradients(optimizer.param_groups, step, rank)
         optimizer.step()
     torch.save(parameters_of(optimizer), f"{folder}/end{rank}.pt")
-    dist.barrier()  # gloo's threads let go of the last tensors; else the interpreter may abort on its way out
-    dist.destroy_process_group()
+    dist.barrier()
+    # gloo's threads outlive the group, and a tensor they let go of during shutdown aborts (pytorch PR 179291)
+    os._exit(0)
 
 
 def average_gradients(groups, step):
