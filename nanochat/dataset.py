@@ -239,12 +239,12 @@ def claim_folder(source):
     directory, manifest = get_data_dir(), read_manifest()
     os.makedirs(directory, exist_ok=True)
     filled = any(name.endswith(".parquet") for name in os.listdir(directory))
-    holds = manifest.get("source", "climbmix" if filled else source)
+    holds = manifest.get("source", "climbmix") if filled else source
     if holds != source:
         raise ValueError(
             f"--source {source}: {directory} holds {holds}; set NANOCHAT_BASE_DIR to another folder, one per source"
         )
-    if not manifest:
+    if not filled or not manifest:
         write_json(os.path.join(directory, MANIFEST), {"source": source})
 
 

