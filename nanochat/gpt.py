@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from nanochat.bov import host
 from nanochat.common import COMPUTE_DTYPE
 from nanochat.flash_attention import flash_attn
-from nanochat.head import head_loss, head_logits
+from nanochat.head import head_logits, head_loss
 from nanochat.optim import MuonAdamW, param_groups
 
 SMEAR_CHANNELS = 24
@@ -110,9 +110,10 @@ class CausalSelfAttention(nn.Module):
             y = flash_attn.flash_attn_func(q, k, v, causal=True, window_size=window_size)
         else:
             k_cache, v_cache = kv_cache.get_layer_cache(self.layer_idx)
+            start = kv_cache.get_pos()
             y = flash_attn.flash_attn_with_kvcache(
-                q, k_cache, v_cache, k=k, v=v, cache_seqlens=kv_cache.cache_seqlens, causal=True, window_size=window_size
-            )  # fmt: skip
+                q, k_cache, v_cache, k=k, v=v, cache_seqlens=start, causal=True, window_size=window_size
+            )
             if self.layer_idx == kv_cache.n_layers - 1:
                 kv_cache.advance(T)
         return self.c_proj(y.reshape(B, T, self.n_embd))

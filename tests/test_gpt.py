@@ -12,7 +12,7 @@ from nanochat.bov.presets import PRESETS, preset
 from nanochat.flash_attention import flash_attn_func, flash_attn_with_kvcache
 from nanochat.gpt import GPT, GPTConfig, config_from_dict, config_to_dict, window_sizes
 from nanochat.head import head_logits, head_loss
-from tests.models import build
+from models import build
 
 
 def paper_model(depth, name):

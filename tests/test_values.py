@@ -10,8 +10,8 @@ from nanochat.bov import host
 from nanochat.bov.layers import parse_layers
 from nanochat.bov.presets import PRESETS, preset
 from nanochat.bov.spec import layer_specs
-from tests.models import build, legal_points, randomise_
-from tests.reference import reference_logits
+from models import build, legal_points, randomise_
+from reference import reference_logits
 
 WINDOWS = [2, 16, 3, 16]
 LAYERS = {"last:1/3": {2, 3}, "every:2": {1, 3}, "all": {0, 1, 2, 3}, "none": set()}

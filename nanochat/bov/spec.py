@@ -81,23 +81,28 @@ def check_axes(config) -> None:
         raise ValueError(f"bov_coeff=gate with bov_source={source}: only a table is gated")
 
 
-def layer_specs(n_layer: int, axes: dict) -> tuple[ValueSpec, ...]:
-    """One ValueSpec per layer from the axes (fields of GPTConfig, see host.AXES).
+def bank_layers(n_layer: int, axes: dict) -> tuple[int, ...]:
+    """The layers with a bank. `first` leaves layer 0 out of described lists; ValueError when it is written out."""
+    layers = parse_layers(axes["bov_layers"], n_layer)
+    if axes["bov_source"] != "first" or 0 not in layers:
+        return layers
+    if is_explicit(axes["bov_layers"]):
+        raise ValueError(f"bov_layers={axes['bov_layers']} with bov_source=first: layer 0 is the source itself")
+    return layers[1:]
 
-    A layer in both lists follows the bank. `first` leaves layer 0 out of described lists.
-    Raises ValueError on contradictory axes, unknown layers, and `first` with layer 0 written out.
+
+def layer_specs(n_layer: int, axes: dict) -> tuple[ValueSpec, ...]:
+    """One ValueSpec per layer from the axes (fields of GPTConfig, see host.AXES); in both lists the bank wins.
+
+    Raises ValueError on contradictory axes and unknown layers.
     """
     check_axes(axes)
-    source, combine, coeff = axes["bov_source"], axes["bov_combine"], axes["bov_coeff"]
-    bank = parse_layers(axes["bov_layers"], n_layer)
-    if source == "first" and 0 in bank:
-        if is_explicit(axes["bov_layers"]):
-            raise ValueError(f"bov_layers={axes['bov_layers']} with bov_source=first: layer 0 is the source itself")
-        bank = bank[1:]
+    source = axes["bov_source"]
+    bank = bank_layers(n_layer, axes)
     specs = [PLAIN] * n_layer
     for i in parse_layers(axes["ve_layers"], n_layer):
         specs[i] = ValueSpec(*GATED_EMBEDDING, table=i)
     for i in bank:
         table = None if source != "table" else bank[0] if axes["bov_shared"] else i
-        specs[i] = ValueSpec(source, combine, coeff, table)
+        specs[i] = ValueSpec(source, axes["bov_combine"], axes["bov_coeff"], table)
     return tuple(specs)

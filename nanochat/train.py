@@ -1,0 +1,405 @@
+"""Training: plan -> build -> loop -> save, as plain functions. scripts/base_train.py only parses flags.
+
+Shapes: B batch, T time.
+"""
+
+import gc
+import json
+import math
+import shutil
+import signal
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from nanochat import flash_attention, metrics
+from nanochat.bov import host
+from nanochat.checkpoint_manager import (
+    find_last_step,
+    list_steps,
+    load_checkpoint,
+    load_optimizer_shards,
+    meta_path,
+    model_path,
+    save_checkpoint,
+)
+from nanochat.common import (
+    COMPUTE_DTYPE,
+    COMPUTE_DTYPE_REASON,
+    autodetect_device_type,
+    compute_init,
+    file_sha256,
+    get_base_dir,
+    get_peak_flops,
+    jsonable,
+    print0,
+    progress,
+    write_json,
+)
+from nanochat.dataloader import (
+    merge_states,
+    one_pass_loader,
+    packing_report,
+    tokenizing_distributed_data_loader_bos_bestfit,
+    tokenizing_distributed_data_loader_with_state_bos_bestfit,
+)
+from nanochat.dataset import data_identity
+from nanochat.engine import Engine
+from nanochat.gpt import GPT, GPTConfig, config_to_dict
+from nanochat.loss_eval import evaluate_bpb
+from nanochat.plan import meta_model, plan_run, plan_summary
+from nanochat.schedule import Plan, lr_multiplier, muon_momentum, weight_decay_at
+from nanochat.tokenizer import get_token_bytes, get_tokenizer
+
+CPU_COMPILE_STEPS = 1000
+EPOCH_SAMPLE_ROWS = 512  # packed to estimate the tokens of an epoch
+
+# ---------------------------------------------------------------------------- build
+
+
+@dataclass
+class Run:
+    """Everything one rank holds while it trains."""
+
+    args: object
+    config: GPTConfig
+    plan: Plan
+    device: torch.device
+    rank: int
+    world_size: int
+    folder: Path
+    tokenizer: object
+    token_bytes: torch.Tensor
+    model: GPT
+    compiled: object  # the model as called in training; the model itself when not compiled
+    optimizer: object
+    log: metrics.Metrics
+    hash: str
+    summary: dict
+    loader: object = None
+    loader_state: dict | None = None
+    val_pass: object = None  # the validation split once, packed when first needed
+    step: int = 0
+    seconds: float = 0.0  # of training steps, without evaluation and saving
+    val_bpb: float | None = None
+    min_val_bpb: float = math.inf
+    stop: list = field(default_factory=list)  # signals received
+
+
+def fresh_model(config: GPTConfig, device, seed: int) -> GPT:
+    """A model with every weight written, the same under one seed."""
+    model = meta_model(config).to_empty(device=device)
+    torch.manual_seed(seed)
+    model.init_weights()
+    return model
+
+
+def choose_compile(args, device, plan: Plan) -> tuple[bool, str]:
+    """(compile?, one line that says why)."""
+    if args.no_compile:
+        return False, "running eagerly: --no-compile"
+    if device.type == "cuda":
+        found = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+        return bool(found), "compiling the model" if found else "running eagerly: no C compiler found"
+    if not (shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")):
+        return False, "running eagerly: no C++ compiler found"
+    if plan.num_iterations < CPU_COMPILE_STEPS and not args.compile:
+        return False, f"running eagerly: under {CPU_COMPILE_STEPS} steps compiling costs more than it saves (--compile)"
+    return True, "compiling the model"
+
+
+def _folder(args) -> Path:
+    return Path(get_base_dir(), "base_checkpoints", args.model_tag or f"d{args.depth}")
+
+
+def identity(config, plan: Plan, args, data: dict, tokenizer_hash: str) -> dict:
+    """What decides a run's result; neither paths, names, ranks nor the device batch are part of it."""
+    own = {k: v for k, v in asdict(plan).items() if k not in ("device_batch_size", "world_size", "grad_accum_steps")}
+    return {"config": config_to_dict(config), "plan": own, "data": data, "tokenizer": tokenizer_hash,
+            "seed": args.seed, "muon": args.muon, "dtype": str(COMPUTE_DTYPE)}  # fmt: skip
+
+
+def build(args) -> Run | None:
+    """Set up one rank; None when this very run has finished already. Raises ValueError naming the flag at fault."""
+    device_type = args.device_type or autodetect_device_type()
+    _, rank, _, world_size, device = compute_init(device_type, seed=args.seed)
+    if COMPUTE_DTYPE == torch.float16:
+        raise ValueError("NANOCHAT_DTYPE=float16 cannot train: gradients underflow; use bfloat16 or float32")
+    tokenizer = get_tokenizer()
+    if args.vocab_size not in (None, tokenizer.get_vocab_size()):
+        raise ValueError(f"--vocab-size {args.vocab_size}: the tokenizer has {tokenizer.get_vocab_size()} tokens")
+    config, plan = plan_run(args, tokenizer.get_vocab_size(), world_size)
+    data = data_identity()
+    epoch = packing_report(tokenizer, args.max_seq_len, "train", max_rows=EPOCH_SAMPLE_ROWS)["tokens_per_epoch"]
+    summary = plan_summary(config, plan, epoch)
+    folder, run_hash = _folder(args), metrics.config_hash(identity(config, plan, args, data, tokenizer.sha256()))
+    done = metrics.read_done(folder)
+    if args.resume == "auto" and done and done["config_hash"] == run_hash:
+        print0(f"{folder.name}: finished before, validation bpb {done['val_bpb']}")
+        return None
+    model = fresh_model(config, device, args.seed)
+    optimizer = model.setup_optimizer(**plan.optimizer_args, muon=args.muon)
+    wandb_run = metrics.start_wandb(args.run, rank, vars(args))
+    run = Run(
+        args, config, plan, device, rank, world_size, folder, tokenizer, get_token_bytes(device), model, model,
+        optimizer, metrics.Metrics(folder, rank, wandb_run), run_hash, summary,
+    )  # fmt: skip
+    resume_step = _resume_step(args, folder)
+    if resume_step is None:
+        run.log.start(metrics.header(
+            config_to_dict(config), args.preset, summary, data, tokenizer.sha256(), args.seed, device
+        ))  # fmt: skip
+    else:
+        restore(run, resume_step)
+    run.loader = tokenizing_distributed_data_loader_with_state_bos_bestfit(
+        tokenizer, args.device_batch_size, args.max_seq_len, "train", device=device, resume_state_dict=run.loader_state
+    )
+    compiled, reason = choose_compile(args, device, plan)
+    if compiled:
+        run.compiled = torch.compile(model, dynamic=False)
+    print0(f"{flash_attention.describe()}; {COMPUTE_DTYPE} ({COMPUTE_DTYPE_REASON}); {reason}")
+    return run
+
+
+def _resume_step(args, folder) -> int | None:
+    if args.resume_from_step >= 0:
+        return args.resume_from_step
+    return find_last_step(folder) if args.resume == "auto" and list_steps(folder) else None
+
+
+def restore(run: Run, step: int):
+    """Weights, optimizer, data position, random state and clocks of a saved step, on any number of ranks."""
+    model_data, _, meta = load_checkpoint(run.folder, step, run.device)
+    if meta["config_hash"] != run.hash:
+        raise ValueError(
+            f"{run.folder} holds a run of other settings ({_differences(meta['identity'], run)}): give the same flags, "
+            "another --model-tag, or delete the folder"
+        )
+    run.model.load_state_dict(model_data, strict=True)
+    states = load_optimizer_shards(run.folder, step, run.device)
+    run.optimizer.load(states)
+    torch.set_rng_state(states[min(run.rank, len(states) - 1)]["rng_state"].cpu())
+    loop = meta["loop_state"]
+    run.step, run.loader_state, run.val_bpb = step, meta["dataloader_state_dict"], meta["val_bpb"]
+    run.seconds = loop["total_training_time"]
+    run.min_val_bpb = math.inf if loop["min_val_bpb"] is None else loop["min_val_bpb"]
+    run.log.cut(step)
+    print0(f"continuing {run.folder.name} at step {step} of {run.plan.num_iterations}")
+
+
+def _differences(saved: dict, run: Run) -> str:
+    """The fields in which a saved run's identity differs from this one's, with both values."""
+    own = jsonable(identity(run.config, run.plan, run.args, data_identity(), run.tokenizer.sha256()))
+    lines = []
+    for name in sorted(saved.keys() | own.keys()):
+        a, b = saved.get(name), own.get(name)
+        if isinstance(a, dict) and isinstance(b, dict):
+            keys = [k for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k)]
+            lines += [f"{name}.{k}: {a.get(k)} there, {b.get(k)} here" for k in keys]
+        elif a != b:
+            lines.append(f"{name}: {a} there, {b} here")
+    return "; ".join(lines)
+
+
+# ---------------------------------------------------------------------------- loop
+
+
+def train_step(run: Run) -> float:
+    """One optimizer step over plan.total_batch_size tokens; returns the mean loss over micro-batches and ranks."""
+    plan, total = run.plan, torch.zeros((), device=run.device)
+    for _ in range(plan.grad_accum_steps):
+        x, y, run.loader_state = next(run.loader)
+        loss = run.compiled(x, y) / plan.grad_accum_steps
+        loss.backward()
+        total += loss.detach()
+    factor = lr_multiplier(run.step, plan)
+    for group in run.optimizer.param_groups:
+        group["lr"] = group["initial_lr"] * factor
+        if group["kind"] == "muon":
+            group["momentum"] = muon_momentum(run.step, plan)
+            group["weight_decay"] = weight_decay_at(run.step, plan)
+    run.optimizer.step()
+    run.model.zero_grad(set_to_none=True)
+    if run.world_size > 1:
+        dist.all_reduce(total)
+        total /= run.world_size
+    run.step += 1
+    return total.item()
+
+
+def evaluate(run: Run) -> float:
+    """Validation bits per byte of the present weights: --eval-tokens of the split, or one pass over it for -1."""
+    args = run.args
+    start = time.perf_counter()
+    if args.eval_tokens < 0:
+        run.val_pass = run.val_pass or one_pass_loader(
+            run.tokenizer, args.device_batch_size, args.max_seq_len, "val", run.device
+        )
+        batches, steps = run.val_pass, None
+    else:
+        batches = tokenizing_distributed_data_loader_bos_bestfit(
+            run.tokenizer, args.device_batch_size, args.max_seq_len, "val", device=run.device
+        )
+        steps = max(1, args.eval_tokens // (args.device_batch_size * args.max_seq_len * run.world_size))
+    run.model.eval()
+    bpb = evaluate_bpb(run.compiled, batches, steps, run.token_bytes)
+    run.model.train()
+    run.val_bpb, run.min_val_bpb = bpb, min(bpb, run.min_val_bpb)
+    tokens = run.step * run.plan.total_batch_size
+    run.log.log(
+        "eval", step=run.step, tokens=tokens, flops=tokens * run.summary["flops_per_token"], seconds=run.seconds,
+        val_bpb=bpb, coeffs=host.coefficients(run.model), peak_bytes=metrics.peak_bytes(run.device),
+        eval_seconds=time.perf_counter() - start,
+    )  # fmt: skip
+    return bpb
+
+
+SAMPLE_PROMPTS = ("The President of the United States", "Water is made of", "Two and two make", "Once upon a time")
+
+
+def sample(run: Run, say):
+    """A greedy continuation of a few prompts, on rank 0."""
+    if run.rank == 0:
+        engine = Engine(run.model, run.tokenizer)
+        for prompt in SAMPLE_PROMPTS:
+            tokens = run.tokenizer.encode(prompt, prepend=run.tokenizer.get_bos_token_id())
+            rows, _ = engine.generate_batch(tokens, num_samples=1, max_tokens=16, temperature=0.0)
+            say("  " + run.tokenizer.decode(rows[0]))
+
+
+def save(run: Run):
+    """A checkpoint of the present step; every rank calls it."""
+    states = [run.loader_state]
+    if run.world_size > 1:
+        states = [None] * run.world_size
+        dist.all_gather_object(states, run.loader_state)
+    meta = {
+        "step": run.step, "val_bpb": run.val_bpb, "model_config": config_to_dict(run.config),
+        "user_config": {k: v for k, v in vars(run.args).items()}, "device_batch_size": run.args.device_batch_size,
+        "max_seq_len": run.args.max_seq_len, "total_batch_size": run.plan.total_batch_size,
+        "dataloader_state_dict": merge_states(states) if run.loader_state is not None else None,
+        "loop_state": {"min_val_bpb": run.min_val_bpb, "total_training_time": run.seconds, "smooth_train_loss": 0},
+        "config_hash": run.hash,
+        "identity": identity(run.config, run.plan, run.args, data_identity(), run.tokenizer.sha256()),
+    }  # fmt: skip
+    optimizer = run.optimizer.state_for_save() | {"rng_state": torch.get_rng_state()}
+    save_checkpoint(run.folder, run.step, run.model.state_dict(), optimizer, meta, rank=run.rank)
+
+
+def finish(run: Run):
+    """After the last evaluation: the result into the checkpoint's metadata, then DONE.json."""
+    if run.rank == 0:
+        meta_file = meta_path(run.folder, run.step)
+        write_json(meta_file, json.loads(meta_file.read_text(encoding="utf-8")) | {"val_bpb": run.val_bpb})
+        run.log.log("end", step=run.step, seconds=run.seconds, val_bpb=run.val_bpb, min_val_bpb=run.min_val_bpb,
+                    peak_bytes=metrics.peak_bytes(run.device))  # fmt: skip
+        checkpoint = file_sha256(model_path(run.folder, run.step))
+        metrics.write_done(
+            run.folder, config_hash=run.hash, step=run.step, val_bpb=run.val_bpb, checkpoint_sha256=checkpoint
+        )
+    run.log.wandb.finish()
+
+
+def _stop_requested(run: Run) -> int:
+    """The signal that any rank received, 0 for none; all ranks get the same answer."""
+    signals = torch.tensor([run.stop[0] if run.stop else 0], device=run.device)
+    if run.world_size > 1:
+        dist.all_reduce(signals, op=dist.ReduceOp.MAX)
+    return int(signals.item())
+
+
+def _listen(run: Run):
+    """The first SIGINT or SIGTERM asks the loop to save and stop, the second ends the process at once."""
+
+    def note(number, _):
+        run.stop.append(number)
+        signal.signal(number, signal.SIG_DFL)
+        print0("\nstopping after this step, saving first (again to stop at once)", flush=True)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, note)
+
+
+class Reporter:
+    """A progress bar on a terminal, plain lines elsewhere."""
+
+    def __init__(self, run: Run):
+        self.run, self.steps = run, run.plan.num_iterations
+        self.bar = progress(total=self.steps, initial=run.step, desc=run.folder.name, unit="step")
+        self.every = max(1, self.steps // 50)
+        self.peak = get_peak_flops(metrics.device_name(run.device)) if run.device.type == "cuda" else math.inf
+        self.recent = []
+
+    def say(self, line: str):
+        if self.bar.disable:
+            print0(line, flush=True)
+        elif self.run.rank == 0:
+            self.bar.write(line)
+
+    def step(self, loss: float, seconds: float):
+        run = self.run
+        self.recent = [*self.recent[-19:], seconds]
+        pace = sorted(self.recent)[len(self.recent) // 2]
+        rate = run.plan.total_batch_size / seconds
+        mfu = run.summary["flops_per_token"] * rate / (self.peak * run.world_size)
+        self.bar.update()
+        self.bar.set_postfix_str(f"loss {loss:.4f}, {rate:,.0f} tok/s", refresh=False)
+        if self.bar.disable and (run.step % self.every == 0 or run.step == self.steps):
+            left = pace * (self.steps - run.step)
+            line = f"step {run.step}/{self.steps}  loss {loss:.4f}  {rate:,.0f} tok/s"
+            line += f"  MFU {mfu:.1%}" if mfu else ""
+            self.say(f"{line}  about {left / 60:.1f} min left")
+
+
+def loop(run: Run):
+    """Train to the end of the plan, saving before evaluating; SystemExit after a signal, with a checkpoint saved."""
+    args, plan, started_at = run.args, run.plan, run.step
+    report = Reporter(run)
+    _listen(run)
+    while True:
+        last = run.step == plan.num_iterations
+        if last or (args.save_every > 0 and run.step % args.save_every == 0 and run.step > started_at):
+            save(run)
+        if args.eval_every > 0 and (last or run.step % args.eval_every == 0):
+            report.say(f"step {run.step}/{plan.num_iterations}  validation {evaluate(run):.4f} bits per byte")
+        if args.sample_every > 0 and run.step > 0 and (last or run.step % args.sample_every == 0):
+            sample(run, report.say)
+        if last:
+            break
+        start = time.perf_counter()
+        loss = train_step(run)
+        seconds = time.perf_counter() - start
+        if not math.isfinite(loss):
+            raise FloatingPointError(f"the loss is {loss} at step {run.step}; the checkpoints in {run.folder} stand")
+        run.seconds += seconds
+        tokens = run.step * plan.total_batch_size
+        run.log.log(
+            "train", step=run.step, tokens=tokens, flops=tokens * run.summary["flops_per_token"], seconds=run.seconds,
+            loss=loss, lr_mult=lr_multiplier(run.step - 1, plan), tok_per_sec=plan.total_batch_size / seconds,
+        )  # fmt: skip
+        report.step(loss, seconds)
+        if run.step == started_at + 1:  # what set-up left behind is not worth scanning again and again
+            gc.collect()
+            gc.freeze()
+        if number := _stop_requested(run):
+            save(run)
+            report.bar.close()
+            print0(f"stopped at step {run.step}; the same command with --resume auto continues", flush=True)
+            raise SystemExit(128 + number)
+    finish(run)
+    report.bar.close()
+    if run.val_bpb is not None:
+        minutes = run.seconds / 60
+        print0(f"{run.folder.name}: validation {run.val_bpb:.4f} bits per byte after {minutes:.1f} min of training")
+
+
+def train(args):
+    """The whole of scripts/base_train.py behind its flags. ValueError for what the user can mend."""
+    if args.core_metric_every > 0:
+        print0("CORE is not evaluated: this version has no CORE evaluation; --core-metric-every is skipped")
+    run = build(args)
+    if run is not None:
+        loop(run)

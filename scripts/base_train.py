@@ -1,0 +1,94 @@
+"""Pretrain a base model.
+
+python -m scripts.base_train --preset paper/bov --depth 12
+torchrun --standalone --nproc_per_node=8 -m scripts.base_train --preset paper/bov --depth 24 --target-flops 3.91e19
+python -m scripts.base_train --preset paper/bov --depth 12 --target-flops 1.5e18 --vocab-size 32768 --dry-run
+"""
+
+import argparse
+import os
+import sys
+
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Upstream's flags, the value axes, and what this host adds."""
+    from nanochat.bov.host import add_flags
+    from nanochat.optim import VARIANTS
+
+    p = argparse.ArgumentParser(prog="python -m scripts.base_train", description="Pretrain a base model.")
+    p.add_argument("--run", default="dummy", help="wandb run name; dummy = no wandb")
+    p.add_argument("--model-tag", default=None, help="name of the checkpoint folder (default d<depth>)")
+    p.add_argument("--seed", type=int, default=42, help="of the initial weights")
+    p.add_argument("--dry-run", action="store_true", help="print the plan, the last line as JSON, and stop")
+    p.add_argument("--vocab-size", type=int, default=None, help="of the plan without a tokenizer; else must match it")
+    p.add_argument("--device-type", default="", help="cuda, cpu or mps (default: what there is)")
+    p.add_argument("--no-compile", action="store_true", help="run eagerly")
+    p.add_argument("--compile", action="store_true", help="compile on a CPU too when the run is short")
+    p.add_argument("--fp8", action="store_true", help="not in this host")
+    p.add_argument("--fp8-recipe", default="tensorwise", choices=["rowwise", "tensorwise"], help="not in this host")
+
+    g = p.add_argument_group("model")
+    g.add_argument("--depth", type=int, default=20, help="layers")
+    g.add_argument("--aspect-ratio", type=int, default=64, help="width = depth * aspect ratio, up to whole heads")
+    g.add_argument("--head-dim", type=int, default=128)
+    g.add_argument("--kv-heads", type=int, default=0, help="key and value heads; 0 = as many as query heads")
+    g.add_argument("--max-seq-len", type=int, default=2048, help="context in tokens")
+    g.add_argument("--window-pattern", default="SSSL", help="tiled over layers: S quarter context, L full")
+    add_flags(p)
+
+    g = p.add_argument_group("horizon: the first positive one counts")
+    g.add_argument("--num-iterations", type=int, default=-1, help="optimizer steps")
+    g.add_argument("--target-flops", type=float, default=-1.0, help="training FLOPs")
+    g.add_argument("--target-tokens", type=float, default=-1.0, help="training tokens")
+    g.add_argument("--target-param-data-ratio", type=float, default=12, help="tokens per scaling parameter")
+
+    g = p.add_argument_group("optimization")
+    g.add_argument("--device-batch-size", type=int, default=32, help="rows per rank and micro-step")
+    g.add_argument("--total-batch-size", type=int, default=-1, help="tokens per step; -1 = by the scaling rule")
+    g.add_argument("--embedding-lr", type=float, default=0.3, help="AdamW; value tables take half of it")
+    g.add_argument("--unembedding-lr", type=float, default=0.008, help="AdamW")
+    g.add_argument("--matrix-lr", type=float, default=0.02, help="Muon")
+    g.add_argument("--scalar-lr", type=float, default=0.5, help="AdamW; the bank's coefficients")
+    g.add_argument("--weight-decay", type=float, default=0.28, help="of Muon, cautious")
+    g.add_argument("--muon", default="upstream", choices=VARIANTS, help="paper: without MuonEq and Muon+")
+    g.add_argument("--warmup-steps", type=int, default=40)
+    g.add_argument("--warmdown-ratio", type=float, default=0.65, help="share of the steps")
+    g.add_argument("--final-lr-frac", type=float, default=0.05)
+    g.add_argument("--resume-from-step", type=int, default=-1, help="continue from this saved step; -1 = not")
+    g.add_argument("--resume", default="never", choices=["never", "auto"], help="auto: from the newest step, if any")
+
+    g = p.add_argument_group("evaluation and saving, in steps; -1 = never (saving: only at the end)")
+    g.add_argument("--eval-every", type=int, default=250)
+    g.add_argument("--eval-tokens", type=int, default=80 * 2**19, help="-1 = one pass over the validation split")
+    g.add_argument("--core-metric-every", type=int, default=2000)
+    g.add_argument("--core-metric-max-per-task", type=int, default=500)
+    g.add_argument("--sample-every", type=int, default=2000)
+    g.add_argument("--save-every", type=int, default=-1)
+    return p
+
+
+def main(argv=None):
+    args = parser().parse_args(argv)
+    if args.fp8:
+        sys.exit("--fp8: not in this host; train in bf16, or apply the patches to upstream nanochat")
+    from nanochat.common import compute_cleanup
+
+    try:
+        if args.dry_run:
+            from nanochat.plan import dry_run
+
+            dry_run(args)
+        else:
+            from nanochat.train import train
+
+            train(args)
+    except (ValueError, FileNotFoundError, FloatingPointError) as error:
+        sys.exit(f"base_train: {error}")
+    finally:
+        compute_cleanup()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,352 @@
+"""The trainer on a tiny corpus: plan, record, resume, ranks, stopping."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+from models import randomise_
+from nanochat import metrics, train
+from nanochat.checkpoint_manager import list_steps, load_checkpoint
+from nanochat.common import compute_cleanup
+from nanochat.plan import plan_run, plan_summary
+from nanochat.tokenizer import RustBPETokenizer, save_token_bytes
+from scripts import base_train
+
+TEXT = [f"Document {i} counts {i * 7 % 31} apples, {i * 3 % 17} pears and one tree. " * (1 + i % 4) for i in range(400)]
+TINY = [
+    "--depth", "3", "--aspect-ratio", "16", "--head-dim", "8", "--max-seq-len", "32", "--device-batch-size", "4",
+    "--total-batch-size", "256", "--device-type", "cpu", "--eval-every", "4", "--eval-tokens", "-1",
+    "--core-metric-every", "-1", "--sample-every", "-1", "--model-tag", "t",
+]  # fmt: skip
+
+
+def flags(*more):
+    return base_train.parser().parse_args([*TINY, *more])
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """A tokenizer and shards with many small row groups."""
+    folder = tmp_path_factory.mktemp("corpus")
+    tokenizer = RustBPETokenizer.train_from_iterator(iter(TEXT), 256 + 9 + 40)
+    tokenizer.save(str(folder / "tokenizer"))
+    save_token_bytes(tokenizer, str(folder / "tokenizer"))
+    (folder / "base_data_climbmix").mkdir()
+    for name, part in (("shard_00000", TEXT[:360]), ("shard_06542", TEXT[360:])):
+        path = folder / "base_data_climbmix" / f"{name}.parquet"
+        pq.write_table(pa.table({"text": part}), path, row_group_size=20)
+    return folder
+
+
+@pytest.fixture
+def base(corpus, tmp_path, monkeypatch):
+    """A base directory of its own that shares the corpus."""
+    for name in ("tokenizer", "base_data_climbmix"):
+        (tmp_path / name).symlink_to(corpus / name)
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
+    return tmp_path
+
+
+def go(*more):
+    train.train(flags(*more))
+    return Path(os.environ["NANOCHAT_BASE_DIR"], "base_checkpoints", "t")
+
+
+def losses(folder, kind="train", field="loss"):
+    return [entry[field] for entry in metrics.read_metrics(folder / "metrics.jsonl") if entry["kind"] == kind]
+
+
+def weights(folder, step):
+    return load_checkpoint(folder, step, torch.device("cpu"))[0]
+
+
+def assert_same_weights(a, b):
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+# ---------------------------------------------------------------------------- plan and command line
+
+
+@pytest.mark.parametrize(
+    ("depth", "preset", "target", "steps", "batch", "lr", "decay", "tables", "kv"),
+    [
+        (12, "paper/baseline", 1.5e18, 3766, 2**19, (0.02, 0.3, 0.008, 0.5, 0.15), 0.28, 0, 36864),
+        (12, "paper/bov", 1.5e18, 3838, 2**19, (0.02, 0.3, 0.008, 0.5, 0.15), 0.28, 100_663_296, 30720),
+        (24, "paper/baseline", 3.91e19, 7809, 2**20, (0.0283, 0.3, 0.008, 0.707, 0.15), 0.0597, 0, 147456),
+        (24, "paper/bov", 3.91e19, 7998, 2**20, (0.0283, 0.3, 0.008, 0.707, 0.15), 0.0597, 402_653_184, 122880),
+    ],
+)
+def test_dry_run_gives_the_numbers_of_the_paper(depth, preset, target, steps, batch, lr, decay, tables, kv, capsys):
+    base_train.main([
+        "--depth", str(depth), "--preset", preset, "--target-flops", str(target), "--vocab-size", "32768", "--dry-run"
+    ])  # fmt: skip
+    plan = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (plan["num_iterations"], plan["total_batch_size"], plan["total_tokens"]) == (steps, batch, steps * batch)
+    names = ("matrix", "embedding", "unembedding", "scalar", "value_table")
+    assert [plan["lr"][name] for name in names] == pytest.approx(lr, rel=1e-3)
+    assert plan["weight_decay"] == pytest.approx(decay, rel=1e-3)
+    assert plan["num_params"]["value_tables"] == tables
+    assert plan["kv_bytes_per_token"] == kv * 2  # the tests compute in fp32; the paper in bf16
+    assert plan["bov_layers"] == (list(range(depth * 2 // 3, depth)) if tables else [])
+    counts = plan["num_params"]
+    assert counts["total"] == sum(counts[k] for k in ("wte", "value_tables", "lm_head", "matrices", "scalars"))
+    assert counts["without_tables"] == counts["total"] - tables
+
+
+def test_explicit_layers_and_widths_apply_to_the_models_own_depth_alone():
+    more = [
+        "--depth",
+        "24",
+        "--bov-layers",
+        "22,23",
+        "--mlp-hidden",
+        "4224",
+        "--kv-heads",
+        "4",
+        "--target-tokens",
+        "1e9",
+    ]
+    args = base_train.parser().parse_args(more)
+    config, plan = plan_run(args, 32768, 1)
+    assert (config.bov_layers, config.mlp_hidden, config.n_kv_head) == ("22,23", 4224, 4)
+    assert plan_summary(config, plan)["bov_layers"] == [22, 23]
+
+
+def test_an_explicit_flag_overrides_the_preset():
+    config, _ = plan_run(flags("--preset", "paper/bov", "--bov-coeff", "head", "--smear", "false"), 320, 1)
+    assert (config.trunk, config.bov_layers, config.bov_coeff, config.smear) == ("plain", "last:1/3", "head", False)
+
+
+UPSTREAM_FLAGS = """--run --device-type --fp8 --fp8-recipe --depth --aspect-ratio --head-dim --max-seq-len
+--window-pattern --num-iterations --target-flops --target-param-data-ratio --device-batch-size --total-batch-size
+--embedding-lr --unembedding-lr --weight-decay --matrix-lr --scalar-lr --warmup-steps --warmdown-ratio --final-lr-frac
+--resume-from-step --eval-every --eval-tokens --core-metric-every --core-metric-max-per-task --sample-every --save-every
+--model-tag""".split()
+
+
+def test_upstreams_flags_are_a_subset_of_ours():
+    assert set(UPSTREAM_FLAGS) <= set(base_train.parser()._option_string_actions)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--fp8"], "not in this host"),
+        (["--depth", "0"], "--depth 0"),
+        (["--total-batch-size", "300"], "use 256 or 384"),
+        (["--num-iterations", "-1", "--target-param-data-ratio", "-1"], "no horizon"),
+        (["--bov-layers", "7"], "layer 7 is not one of 0..2"),
+        (["--preset", "paper/boov"], "paper/bov"),
+        (["--bov-layers", "all", "--bov-source", "x0", "--bov-shared"], "bov_shared"),
+        (["--vocab-size", "99"], "--vocab-size 99"),
+        (["--kv-heads", "4"], "n_kv_head=4"),
+        (["--window-pattern", "SLX"], "window_pattern"),
+        (["--resume-from-step", "7"], "7"),
+        (["--device-type", "tpu"], "tpu"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_trained_ends_with_one_line_before_any_work(more, message, base):
+    with pytest.raises(SystemExit) as end:
+        base_train.main([*TINY, "--num-iterations", "8", *more])
+    assert message in str(end.value) and "\n" not in str(end.value)
+    assert not list(base.glob("base_checkpoints/*/*.pt"))
+
+
+# ---------------------------------------------------------------------------- record
+
+
+@pytest.fixture
+def finished(base):
+    return go("--preset", "paper/bov", "--num-iterations", "8", "--save-every", "4")
+
+
+def test_the_record_of_a_run(finished):
+    lines = (finished / "metrics.jsonl").read_text().splitlines()
+    entries = [json.loads(line, parse_constant=lambda word: pytest.fail(word)) for line in lines]
+    head, *rest = entries
+    assert head["kind"] == "header" and head["preset"] == "paper/bov" and head["config"]["bov_layers"] == "last:1/3"
+    assert {"commit", "versions", "device", "data", "tokenizer_sha256", "seed", "plan"} <= head.keys()
+    assert len(head["data"]["val_sha"]) == 64
+    assert [e["step"] for e in rest if e["kind"] == "train"] == list(range(1, 9))
+    evals = [e for e in rest if e["kind"] == "eval"]
+    assert [e["step"] for e in evals] == [0, 4, 8] and [*evals[0]["coeffs"]] == ["2.gamma_v"]
+    assert all(
+        e["tokens"] == 256 * e["step"] and e["flops"] == e["tokens"] * head["plan"]["flops_per_token"] for e in evals
+    )
+    assert rest[-1]["kind"] == "end" and rest[-1]["val_bpb"] == evals[-1]["val_bpb"] < evals[0]["val_bpb"]
+    done = json.loads((finished / "DONE.json").read_text())
+    assert done["step"] == 8 and done["val_bpb"] == evals[-1]["val_bpb"]
+    meta = json.loads((finished / "meta_000008.json").read_text())
+    assert meta["val_bpb"] == done["val_bpb"] and meta["model_config"]["bov_layers"] == "last:1/3"
+
+
+def test_a_finished_run_is_not_trained_again_and_another_one_is_not_overwritten(finished, capsys):
+    before = (finished / "metrics.jsonl").read_bytes()
+    go("--preset", "paper/bov", "--num-iterations", "8", "--save-every", "4", "--resume", "auto", "--run", "dummy")
+    assert "finished before" in capsys.readouterr().out
+    assert (finished / "metrics.jsonl").read_bytes() == before
+    with pytest.raises(ValueError, match=r"plan\.num_iterations: 8 there, 9 here"):
+        go("--preset", "paper/bov", "--num-iterations", "9", "--resume", "auto")
+
+
+def test_weights_are_saved_before_they_are_evaluated(base, monkeypatch):
+    def fail(run):
+        if run.step == 8:
+            raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(train, "evaluate", lambda run: fail(run) or 1.0)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        go("--num-iterations", "8")
+    assert list_steps(base / "base_checkpoints" / "t") == [8]
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_last_checkpoint(base, monkeypatch):
+    step = train.train_step
+    monkeypatch.setattr(train, "train_step", lambda run: step(run) if run.step < 5 else float("nan"))
+    with pytest.raises(FloatingPointError, match="step 5"):
+        go("--num-iterations", "8", "--save-every", "4")
+    assert list_steps(base / "base_checkpoints" / "t") == [4]
+
+
+def test_evaluation_off_gives_null_not_nan(base):
+    folder = go("--num-iterations", "2", "--eval-every", "-1")
+    assert json.loads((folder / "DONE.json").read_text())["val_bpb"] is None
+
+
+# ---------------------------------------------------------------------------- resume
+
+
+@pytest.mark.parametrize("preset", ["paper/bov", "upstream"])
+def test_a_resumed_run_has_the_same_losses_and_weights_to_the_bit(preset, base, monkeypatch):
+    flow = ("--preset", preset, "--num-iterations", "8", "--save-every", "3")
+    whole = go(*flow)
+    expected, expected_evals, final = losses(whole), losses(whole, "eval", "val_bpb"), weights(whole, 8)
+    (whole / "DONE.json").unlink()
+    for step in (6, 8):
+        for name in ("model_{:06d}.pt", "meta_{:06d}.json", "optim_{:06d}_rank0.pt"):
+            (whole / name.format(step)).unlink()
+    go(*flow, "--resume", "auto")
+    assert losses(whole) == expected and losses(whole, "eval", "val_bpb") == expected_evals
+    assert_same_weights(weights(whole, 8), final)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_the_same_command_continues(number, base, monkeypatch, capsys):
+    whole = go("--num-iterations", "8", "--model-tag", "whole")
+    expected = losses(base / "base_checkpoints" / "whole")
+    step, handlers = train.train_step, {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+
+    def interrupted(run):
+        if run.step == 4:
+            os.kill(os.getpid(), number)
+        return step(run)
+
+    monkeypatch.setattr(train, "train_step", interrupted)
+    try:
+        with pytest.raises(SystemExit) as end:
+            go("--num-iterations", "8")
+    finally:
+        for n, handler in handlers.items():
+            signal.signal(n, handler)
+    assert end.value.code == 128 + number and list_steps(whole) == [5]
+    assert "--resume auto continues" in capsys.readouterr().out
+    monkeypatch.setattr(train, "train_step", step)
+    go("--num-iterations", "8", "--resume", "auto")
+    assert losses(whole) == expected
+
+
+# ---------------------------------------------------------------------------- ranks
+
+
+def worker(rank, world_size, port, out, more, steps, resume_from):
+    """Train `steps` on one of several ranks; writes losses, first averaged gradients and final weights."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    if world_size == 1:
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+            del os.environ[name]
+    torch.set_num_threads(1)
+    run = train.build(
+        flags("--num-iterations", "9", *more, *(["--resume-from-step", str(resume_from)] if resume_from else []))
+    )
+    randomise_(run.model)
+    grads, update = {}, run.optimizer.step
+
+    def step_and_note():
+        if not grads:
+            for name, p in run.model.named_parameters():
+                grads[name] = p.grad.clone()
+                if world_size > 1:
+                    torch.distributed.all_reduce(grads[name])
+                    grads[name] /= world_size
+        update()
+
+    run.optimizer.step = step_and_note
+    result = [train.train_step(run) for _ in range(steps)]
+    train.save(run)
+    if world_size > 1:
+        torch.distributed.barrier()
+    torch.save({"losses": result, "grads": grads, "weights": run.model.state_dict()}, out / f"{world_size}_{rank}.pt")
+    compute_cleanup()
+
+
+def spawn(world_size, out, more, steps=5, resume_from=None):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    mp.spawn(worker, (world_size, port, out, more, steps, resume_from), nprocs=world_size)
+    return [torch.load(out / f"{world_size}_{rank}.pt", weights_only=True) for rank in range(world_size)]
+
+
+@pytest.mark.parametrize("preset", ["paper/bov", "upstream"])
+def test_two_ranks_do_what_one_does_and_stay_bit_identical(preset, base, tmp_path):
+    more = ["--preset", preset, "--device-batch-size", "2"]
+    (alone,), (first, second) = (spawn(n, tmp_path, more) for n in (1, 2))
+    assert first["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+    for name, grad in alone["grads"].items():
+        assert (first["grads"][name] - grad).norm() <= 1e-6 * grad.norm(), name
+    assert_same_weights(first["weights"], second["weights"])
+    assert first["losses"] == second["losses"]
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_a_run_resumes_on_another_number_of_ranks(before, after, base, tmp_path):
+    more = ["--preset", "paper/bov", "--device-batch-size", "2"]
+    (whole,) = spawn(1, tmp_path, [*more, "--model-tag", "whole"], steps=8)
+    spawn(before, tmp_path, more, steps=4)
+    continued = spawn(after, tmp_path, more, steps=4, resume_from=4)
+    assert continued[0]["losses"] == pytest.approx(whole["losses"][4:], rel=1e-4)
+
+
+def test_torchrun_on_cpu_averages_over_gloo(base):
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+        "-m",
+        "scripts.base_train",
+    ]
+    flow = [*TINY, "--num-iterations", "4", "--preset", "paper/bov", "--save-every", "2"]
+    done = subprocess.run(
+        [*command, *flow], capture_output=True, text=True, timeout=240, cwd=Path(__file__).parents[1],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    folder = base / "base_checkpoints" / "t"
+    alone = losses(go(*flow[:-2], "--model-tag", "alone").parent / "alone")
+    assert losses(folder) == pytest.approx(alone, rel=1e-4)
+    assert metrics.read_metrics(folder / "metrics.jsonl")[0]["ranks"] == 2
