@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from nanochat.bov import host
 from nanochat.common import COMPUTE_DTYPE
 from nanochat.flash_attention import flash_attn
+from nanochat.fused import Fused
 from nanochat.head import head_logits, head_loss
 from nanochat.optim import MuonAdamW, param_groups
 
@@ -68,7 +69,9 @@ def config_from_dict(values: dict) -> GPTConfig:
     return GPTConfig(**values)
 
 
+@Fused
 def norm(x):
+    """RMSNorm over the last dimension, without weight."""
     return F.rms_norm(x, (x.size(-1),))
 
 
@@ -83,6 +86,18 @@ def apply_rotary_emb(x, cos, sin):
     """Rotate the two halves of each head by -theta: x (B, T, *, D), cos and sin (1, T, 1, D/2)."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)
+
+
+@Fused
+def position_and_norm(x, cos, sin):
+    """What queries and keys pass through: rotary, norm, * 1.2. x (B, T, *, D), cos and sin (1, T, 1, D/2)."""
+    x = apply_rotary_emb(x, cos, sin)
+    return F.rms_norm(x, (x.size(-1),)) * QK_SCALE
+
+
+@Fused
+def relu_squared(x):
+    return F.relu(x).square()
 
 
 class CausalSelfAttention(nn.Module):
@@ -104,8 +119,7 @@ class CausalSelfAttention(nn.Module):
         q = self.c_q(x).view(B, T, self.n_head, self.head_dim)
         k = self.c_k(x).view(B, T, self.n_kv_head, self.head_dim)
         v = host.value(self, x, ve)
-        q = norm(apply_rotary_emb(q, *cos_sin)) * QK_SCALE
-        k = norm(apply_rotary_emb(k, *cos_sin)) * QK_SCALE
+        q, k = position_and_norm(q, *cos_sin), position_and_norm(k, *cos_sin)
         if kv_cache is None:
             y = flash_attn.flash_attn_func(q, k, v, causal=True, window_size=window_size)
         else:
@@ -127,7 +141,7 @@ class MLP(nn.Module):
         self.c_proj = Linear(hidden, config.n_embd, bias=False)
 
     def forward(self, x):
-        return self.c_proj(F.relu(self.c_fc(x)).square())
+        return self.c_proj(relu_squared(self.c_fc(x)))
 
 
 class Block(nn.Module):

@@ -6,6 +6,8 @@ Shapes: B batch, T time, R = B*T rows, C n_embd, V vocab (weights padded to a mu
 import torch
 import torch.nn.functional as F
 
+from nanochat.fused import Fused
+
 SOFTCAP = 15.0
 ROWS_PER_CHUNK = 512
 
@@ -29,8 +31,32 @@ def head_loss(x, weight, targets, vocab_size, reduction="mean"):
     return losses if reduction == "none" else losses.sum()
 
 
+def _weigh(logits, targets, share):
+    """What loss and gradient of a chunk are made of; the cap bounds the exponent by 15, so no maximum is needed."""
+    capped = torch.tanh(logits.float() / SOFTCAP)
+    weight = torch.exp(SOFTCAP * capped)
+    total = weight.sum(1, keepdim=True)
+    hit = torch.arange(logits.size(1), device=logits.device) == targets[:, None]
+    losses = (total.squeeze(1).log() - SOFTCAP * torch.where(hit, capped, 0.0).sum(1)) * share
+    return capped, weight / total, hit, losses
+
+
+@Fused
+def _loss(logits, targets, share):
+    """Raw logits (R, V), targets (R,) >= 0, share (R,) weight of each row -> weighted losses (R,) in fp32."""
+    return _weigh(logits, targets, share)[3]
+
+
+@Fused
+def _loss_and_gradient(logits, targets, share):
+    """The same, and the gradient of the sum by the raw logits (R, V) in the logits' dtype."""
+    capped, probability, hit, losses = _weigh(logits, targets, share)
+    slope = (1 - capped.square()) * share[:, None]
+    return losses, ((probability - hit.float()) * slope).to(logits.dtype)
+
+
 class _ChunkedLoss(torch.autograd.Function):
-    """Per-row losses, chunk by chunk in cache; the gradient is made in the same pass and only scaled in backward.
+    """Weighted per-row losses, a chunk at a time; the gradient is made in the same pass and only scaled in backward.
 
     Backward needs equal output gradients of all rows, which a sum gives.
     """
@@ -38,36 +64,26 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, targets, vocab_size, mean):
         needs_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-        w = weight.to(x.dtype)
-        w = w[:vocab_size]
-        valid = targets >= 0
-        safe = targets.clamp_min(0)
+        w = weight[:vocab_size].to(x.dtype)
+        share = (targets >= 0).float()
+        share = share / share.sum().clamp_min(1) if mean else share
+        targets = targets.clamp_min(0)
         losses = torch.empty(x.size(0), dtype=torch.float32)
-        share = 1.0 / valid.sum().clamp_min(1) if mean else torch.ones(())
-        if needs_grad:
-            dx = torch.empty_like(x)
-            dw = torch.zeros(weight.shape, dtype=torch.float32)
+        dx, dw = (torch.empty_like(x), torch.zeros_like(weight)) if needs_grad else (None, None)
         for start in range(0, x.size(0), ROWS_PER_CHUNK):
             part = slice(start, start + ROWS_PER_CHUNK)
-            z = F.linear(x[part], w).float().div_(SOFTCAP).tanh_()
-            scale = valid[part] * share
-            picked = z.gather(1, safe[part, None]).squeeze(1)
-            p = z * SOFTCAP
-            lse = p.logsumexp(1)
-            losses[part] = (lse - SOFTCAP * picked) * scale
-            if needs_grad:
-                p.sub_(lse[:, None]).exp_()
-                p.scatter_add_(1, safe[part, None], p.new_full((len(p), 1), -1.0))
-                slope = z.square_().neg_().add_(1.0)
-                dlogits = p.mul_(slope).mul_(scale[:, None]).to(x.dtype)
-                torch.mm(dlogits, w, out=dx[part])
-                dw[:vocab_size] += torch.mm(dlogits.t(), x[part])
-        if needs_grad:
-            ctx.save_for_backward(dx, dw.to(weight.dtype))
+            chunk = F.linear(x[part], w), targets[part], share[part]
+            if not needs_grad:
+                losses[part] = _loss(*chunk)
+                continue
+            losses[part], dlogits = _loss_and_gradient(*chunk)
+            torch.mm(dlogits, w, out=dx[part])
+            dw[:vocab_size] += torch.mm(dlogits.t(), x[part])
+        ctx.save_for_backward(dx, dw)
         return losses
 
     @staticmethod
     def backward(ctx, grad):
         dx, dw = ctx.saved_tensors
-        factor = grad[0]
-        return dx * factor.to(dx.dtype), dw * factor, None, None, None
+        return dx * grad[0].to(dx.dtype), dw * grad[0], None, None, None
+

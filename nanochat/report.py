@@ -131,8 +131,10 @@ def find_baseline(runs, name: str | None = None) -> dict:
 
 
 def same_validation(run: Run, other: Run) -> bool:
-    """bpb of two runs can be compared only on the same held-out bytes."""
-    return run.header.get("data", {}).get("val_sha") == other.header.get("data", {}).get("val_sha")
+    """bpb of two runs can be compared only on the same held-out text; its shard's hash counts where that is unknown."""
+    data = [r.header.get("data", {}) for r in (run, other)]
+    field = "val_text_sha" if all(d.get("val_text_sha") for d in data) else "val_sha"
+    return data[0].get(field) == data[1].get(field)
 
 
 def difference(run: Run, baseline: Run | None) -> float | None:

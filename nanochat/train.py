@@ -48,13 +48,14 @@ from nanochat.dataloader import (
 )
 from nanochat.dataset import data_identity
 from nanochat.engine import Engine
+from nanochat.fused import compile_fused, cpp_compiler
 from nanochat.gpt import GPT, GPTConfig, config_to_dict
 from nanochat.loss_eval import evaluate_bpb
 from nanochat.plan import meta_model, plan_run, plan_summary
 from nanochat.schedule import Plan, lr_multiplier, muon_momentum, weight_decay_at
 from nanochat.tokenizer import get_token_bytes, get_tokenizer
 
-CPU_COMPILE_STEPS = 1000
+CPU_COMPILE_STEPS = 100
 EPOCH_SAMPLE_ROWS = 512  # packed to estimate the tokens of an epoch
 
 # ---------------------------------------------------------------------------- build
@@ -104,11 +105,19 @@ def choose_compile(args, device, plan: Plan) -> tuple[bool, str]:
     if device.type == "cuda":
         found = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
         return bool(found), "compiling the model" if found else "running eagerly: no C compiler found"
-    if not (shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")):
+    if cpp_compiler() is None:
         return False, "running eagerly: no C++ compiler found"
-    if plan.num_iterations < CPU_COMPILE_STEPS and not args.compile:
-        return False, f"running eagerly: under {CPU_COMPILE_STEPS} steps compiling costs more than it saves (--compile)"
-    return True, "compiling the model"
+    if plan.num_iterations < CPU_COMPILE_STEPS:
+        return False, f"running eagerly: compiling would not pay in under {CPU_COMPILE_STEPS} steps"
+    return True, "compiling the element-wise parts"
+
+
+def compile_model(model: GPT, device):
+    """The model as called in training: compiled whole on CUDA; on a CPU itself, with its element-wise parts compiled."""
+    if device.type == "cuda":
+        return torch.compile(model, dynamic=False)
+    compile_fused()
+    return model
 
 
 def _folder(args) -> Path:
@@ -118,8 +127,12 @@ def _folder(args) -> Path:
 def identity(config, plan: Plan, args, data: dict, tokenizer_hash: str) -> dict:
     """What decides a run's result; neither paths, names, ranks nor the device batch are part of it."""
     own = {k: v for k, v in asdict(plan).items() if k not in ("device_batch_size", "world_size", "grad_accum_steps")}
-    return {"config": config_to_dict(config), "plan": own, "data": data, "tokenizer": tokenizer_hash,
-            "seed": args.seed, "muon": args.muon, "dtype": str(COMPUTE_DTYPE)}  # fmt: skip
+    text = {"source": data["source"]}  # of the text itself where it is known: shards differ between parquet versions
+    text |= {split: data[f"{split}_text_sha"] or data[f"{split}_sha"] for split in ("train", "val")}
+    return {
+        "config": config_to_dict(config), "plan": own, "data": text, "tokenizer": tokenizer_hash, "seed": args.seed,
+        "muon": args.muon, "dtype": str(COMPUTE_DTYPE),
+    }  # fmt: skip
 
 
 def build(args) -> Run | None:
@@ -159,7 +172,7 @@ def build(args) -> Run | None:
     )
     compiled, reason = choose_compile(args, device, plan)
     if compiled:
-        run.compiled = torch.compile(model, dynamic=False)
+        run.compiled = compile_model(model, device)
     print0(f"{flash_attention.describe()}; {COMPUTE_DTYPE} ({COMPUTE_DTYPE_REASON}); {reason}")
     return run
 
@@ -264,10 +277,11 @@ def sample(run: Run, say):
     """A greedy continuation of a few prompts, on rank 0."""
     if run.rank == 0:
         engine = Engine(run.model, run.tokenizer)
-        for prompt in SAMPLE_PROMPTS:
-            tokens = run.tokenizer.encode(prompt, prepend=run.tokenizer.get_bos_token_id())
-            rows, _ = engine.generate_batch(tokens, num_samples=1, max_tokens=16, temperature=0.0)
-            say("  " + run.tokenizer.decode(rows[0]))
+        with torch.compiler.set_stance("force_eager"):  # shapes change with every token
+            for prompt in SAMPLE_PROMPTS:
+                tokens = run.tokenizer.encode(prompt, prepend=run.tokenizer.get_bos_token_id())
+                rows, _ = engine.generate_batch(tokens, num_samples=1, max_tokens=16, temperature=0.0)
+                say("  " + run.tokenizer.decode(rows[0]))
 
 
 def save(run: Run):

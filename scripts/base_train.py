@@ -25,7 +25,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--vocab-size", type=int, default=None, help="of the plan without a tokenizer; else must match it")
     p.add_argument("--device-type", default="", help="cuda, cpu or mps (default: what there is)")
     p.add_argument("--no-compile", action="store_true", help="run eagerly")
-    p.add_argument("--compile", action="store_true", help="compile on a CPU too when the run is short")
     p.add_argument("--fp8", action="store_true", help="not in this host")
     p.add_argument("--fp8-recipe", default="tensorwise", choices=["rowwise", "tensorwise"], help="not in this host")
 
@@ -73,7 +72,7 @@ def main(argv=None):
     args = parser().parse_args(argv)
     if args.fp8:
         sys.exit("--fp8: not in this host; train in bf16, or apply the patches to upstream nanochat")
-    from nanochat.common import compute_cleanup
+    from nanochat.common import compute_cleanup, is_ddp_requested, leave
 
     try:
         if args.dry_run:
@@ -88,6 +87,8 @@ def main(argv=None):
         sys.exit(f"base_train: {error}")
     finally:
         compute_cleanup()
+    if is_ddp_requested():
+        leave()
 
 
 if __name__ == "__main__":

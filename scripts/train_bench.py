@@ -22,6 +22,8 @@ def worker():
     """One side: reads {"steps": n} lines, answers {"seconds": [...], "losses": [...]}."""
     import torch
 
+    answer = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever a side prints goes to stderr
     setting = json.loads(sys.stdin.readline())
     from nanochat.gpt import GPT, GPTConfig
 
@@ -32,12 +34,16 @@ def worker():
     model.init_weights()
     rates = dict(unembedding_lr=0.001, embedding_lr=0.0375, matrix_lr=0.0025, scalar_lr=0.0625, weight_decay=0.1)
     optimizer = model.setup_optimizer(**rates)
-    step_of = torch.compile(model, dynamic=False) if setting["mode"] == "compiled" else model
+    step_of = model
+    if setting["mode"] == "compiled" and setting["ours"]:
+        from nanochat.train import compile_model
+
+        step_of = compile_model(model, model.get_device())
+    elif setting["mode"] == "compiled":
+        step_of = torch.compile(model, dynamic=False)
     rows, length = setting["rows"], setting["config"]["sequence_len"]
     weights = 1.0 / torch.arange(1, setting["config"]["vocab_size"] + 1)  # Zipf, s = 1
     generator = torch.Generator().manual_seed(0)
-    answer = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever the side prints goes to stderr
     while line := sys.stdin.readline():
         seconds, losses = [], []
         for _ in range(json.loads(line)["steps"]):
@@ -64,7 +70,7 @@ class Side:
             [sys.executable, __file__, "--worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env,
             cwd=root, stderr=subprocess.DEVNULL,
         )  # fmt: skip
-        self._send({"config": config, "rows": rows, "mode": mode})
+        self._send({"config": config, "rows": rows, "mode": mode, "ours": root == ROOT})
 
     def _send(self, message):
         print(json.dumps(message), file=self.process.stdin, flush=True)
