@@ -17,7 +17,6 @@ from nanochat.fused import Fused
 from nanochat.head import head_logits, head_loss
 from nanochat.optim import MuonAdamW, param_groups
 
-SMEAR_CHANNELS = 24
 ROTARY_BASE = 100000
 QK_SCALE = 1.2  # on q and on k, after their norm
 
@@ -168,13 +167,12 @@ class GPT(nn.Module):
             {"wte": nn.Embedding(padded_vocab, config.n_embd), "h": nn.ModuleList(blocks)}
         )  # fmt: skip
         self.lm_head = Linear(config.n_embd, padded_vocab, bias=False)
-        full = config.trunk == "full"
-        self.resid_lambdas = nn.Parameter(torch.empty(config.n_layer)) if full else None
-        self.x0_lambdas = nn.Parameter(torch.empty(config.n_layer)) if full else None
-        self.backout_lambda = nn.Parameter(torch.empty(1)) if full else None
-        self.smear_gate = Linear(SMEAR_CHANNELS, 1, bias=False) if config.smear else None
-        self.smear_lambda = nn.Parameter(torch.empty(1)) if config.smear else None
-        host.install(self)
+        self.resid_lambdas = nn.Parameter(torch.empty(config.n_layer))
+        self.x0_lambdas = nn.Parameter(torch.empty(config.n_layer))
+        self.smear_gate = Linear(host.SMEAR_CHANNELS, 1, bias=False)
+        self.smear_lambda = nn.Parameter(torch.empty(1))
+        self.backout_lambda = nn.Parameter(torch.empty(1))
+        host.install(self)  # sets to None what the axes leave out
         self.rotary_seq_len = config.sequence_len * 10
         cos, sin = self._rotary(self.rotary_seq_len)
         self.register_buffer("cos", cos, persistent=False)
@@ -184,7 +182,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self):
-        """Write every parameter and buffer, drawing in upstream's order (facts: see README, 'Initialisation')."""
+        """Write every parameter and buffer, drawing in upstream's order with upstream's parts, whatever the axes."""
         lent = host.lend(self)
         nn.init.normal_(self.transformer.wte.weight, mean=0.0, std=0.8)
         nn.init.normal_(self.lm_head.weight, mean=0.0, std=0.001)
@@ -208,17 +206,13 @@ class GPT(nn.Module):
                 table.to(COMPUTE_DTYPE)
 
     def _init_scalars(self):
-        if self.config.trunk == "full":
-            n_layer = self.config.n_layer
-            depths = [i / max(n_layer - 1, 1) for i in range(n_layer)]
-            self.resid_lambdas.copy_(torch.tensor([1.15 - 0.10 * depth for depth in depths]))
-            self.x0_lambdas.copy_(torch.tensor([0.20 - 0.15 * depth for depth in depths]))
-            self.backout_lambda.fill_(0.2)
-        if self.config.smear:
-            self.smear_lambda.zero_()
-            nn.init.uniform_(self.smear_gate.weight, 0.0, 0.02)
-        else:  # the draw keeps later parameters equal whatever the axis says
-            torch.empty(1, SMEAR_CHANNELS, device=self.get_device()).uniform_(0.0, 0.02)
+        n_layer = self.config.n_layer
+        depths = [i / max(n_layer - 1, 1) for i in range(n_layer)]
+        self.resid_lambdas.copy_(torch.tensor([1.15 - 0.10 * depth for depth in depths]))
+        self.x0_lambdas.copy_(torch.tensor([0.20 - 0.15 * depth for depth in depths]))
+        self.backout_lambda.fill_(0.2)
+        self.smear_lambda.zero_()
+        nn.init.uniform_(self.smear_gate.weight, 0.0, 0.02)
 
     def _rotary(self, length):
         """cos and sin of position * frequency, each (1, length, 1, D/2), in the compute dtype."""
@@ -280,7 +274,7 @@ class GPT(nn.Module):
         return self._smeared(x, torch.cat((previous, x[:, :-1]), dim=1))
 
     def _smeared(self, x, previous):
-        gate = self.smear_lambda.to(x.dtype) * torch.sigmoid(self.smear_gate(x[..., :SMEAR_CHANNELS]))
+        gate = self.smear_lambda.to(x.dtype) * torch.sigmoid(self.smear_gate(x[..., : host.SMEAR_CHANNELS]))
         return x + gate * previous
 
     @torch.inference_mode()
@@ -320,7 +314,7 @@ class GPT(nn.Module):
         As in the paper the smear gate (144) is left out.
         """
         matmul = self.num_matmul_params() + host.extra_matmul_params(self)
-        matmul -= SMEAR_CHANNELS if self.config.smear else 0
+        matmul -= host.SMEAR_CHANNELS if self.config.smear else 0
         attended = sum(min(window, self.config.sequence_len) for window, _ in self.window_sizes)
         return 6 * matmul + 12 * self.config.n_embd * attended
 

@@ -1,6 +1,7 @@
 """The glue both hosts call. A host is a GPT module with upstream nanochat's names; the names touched here are
 
-model.config, model.transformer.{wte, h}, model.value_embeds, block.attn.{c_q, c_v, ve_gate, n_kv_head, head_dim}.
+model.config, model.transformer.{wte, h}, model.value_embeds, block.attn.{c_q, c_v, ve_gate, n_kv_head, head_dim},
+model.{resid_lambdas, x0_lambdas, backout_lambda, smear_lambda, smear_gate}.
 
 Shapes: B batch, T time, C n_embd, H kv heads, D head dim, V padded vocab.
 """
@@ -78,9 +79,11 @@ def axes_of(config) -> dict:
 def install(model) -> None:
     """Give each layer of a freshly built model the parts its spec needs, and only those.
 
-    Sets attn.bank, attn.c_v (None without need), attn.ve_gate, the coefficients, and model.value_embeds.
-    Raises ValueError on contradictory axes.
+    Sets attn.bank, attn.c_v (None without need), attn.ve_gate, the coefficients, model.value_embeds, and to None what
+    the trunk and smear axes switch off. Raises ValueError on contradictory axes.
     """
+    for name in _switched_off(model.config):
+        setattr(model, name, None)
     specs = layer_specs(model.config.n_layer, axes_of(model.config))
     blocks, wte = model.transformer.h, model.transformer.wte
     tables = nn.ModuleDict()
@@ -111,12 +114,31 @@ def _linear(attn, n_in, n_out):
     return _empty(type(attn.c_q), n_in, n_out, like=attn.c_q.weight, bias=False)
 
 
+def _scalar(model, name):
+    """A throwaway for one part of the trunk or the smear."""
+    attn, wte = model.transformer.h[0].attn, model.transformer.wte
+    if name == "smear_gate":
+        return _linear(attn, SMEAR_CHANNELS, 1)
+    size = model.config.n_layer if name in ("resid_lambdas", "x0_lambdas") else 1
+    return nn.Parameter(torch.empty(size, device=wte.weight.device))
+
+
 def _gate(attn):
     return _linear(attn, values.GATE_CHANNELS, attn.n_kv_head)
 
 
 def _table(wte, attn):
     return _empty(nn.Embedding, wte.num_embeddings, attn.n_kv_head * attn.head_dim, like=wte.weight)
+
+
+TRUNK_SCALARS = ("resid_lambdas", "x0_lambdas", "backout_lambda")
+SMEAR_PARTS = ("smear_lambda", "smear_gate")
+SMEAR_CHANNELS = 24
+
+
+def _switched_off(config) -> tuple[str, ...]:
+    """Attributes of the model that its axes leave out."""
+    return (() if config.trunk == "full" else TRUNK_SCALARS) + (() if config.smear else SMEAR_PARTS)
 
 
 def _lend_layers(model) -> tuple[int, ...]:
@@ -131,10 +153,8 @@ def lend(model) -> dict:
     """
     kept = {"tables": model.value_embeds, "gates": [block.attn.ve_gate for block in model.transformer.h]}
     upstream = _lend_layers(model)
-    if tuple(sorted(int(key) for key in model.value_embeds)) == upstream and all(
-        block.attn.bank.spec.projects for block in model.transformer.h
-    ):
-        return kept
+    for name in _switched_off(model.config):
+        setattr(model, name, _scalar(model, name))
     tables = nn.ModuleDict()
     for i, block in enumerate(model.transformer.h):
         attn = block.attn
@@ -155,6 +175,8 @@ def settle(model, kept: dict) -> None:
     """After the host drew its weights, before it casts embeddings: draw and align what is ours, drop what was lent."""
     upstream = _lend_layers(model)
     model.value_embeds = kept["tables"]
+    for name in _switched_off(model.config):
+        setattr(model, name, None)
     attentions = [block.attn for block in model.transformer.h]
     for i, (attn, gate) in enumerate(zip(attentions, kept["gates"], strict=True)):
         attn.ve_gate = gate
