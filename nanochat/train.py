@@ -85,6 +85,8 @@ class Run:
     val_pass: object = None  # the validation split once, packed when first needed
     step: int = 0
     seconds: float = 0.0  # of training steps, without evaluation and saving
+    waited: float = 0.0  # of them spent waiting for the loader, since this process began
+    began: float = field(default_factory=time.perf_counter)
     val_bpb: float | None = None
     min_val_bpb: float = math.inf
     stop: list = field(default_factory=list)  # signals received
@@ -137,6 +139,7 @@ def identity(config, plan: Plan, args, data: dict, tokenizer_hash: str) -> dict:
 
 def build(args) -> Run | None:
     """Set up one rank; None when this very run has finished already. Raises ValueError naming the flag at fault."""
+    began = time.perf_counter()
     device_type = args.device_type or autodetect_device_type()
     _, rank, _, world_size, device = compute_init(device_type, seed=args.seed)
     if COMPUTE_DTYPE == torch.float16:
@@ -158,7 +161,7 @@ def build(args) -> Run | None:
     wandb_run = metrics.start_wandb(args.run, rank, vars(args))
     run = Run(
         args, config, plan, device, rank, world_size, folder, tokenizer, get_token_bytes(device), model, model,
-        optimizer, metrics.Metrics(folder, rank, wandb_run), run_hash, summary,
+        optimizer, metrics.Metrics(folder, rank, wandb_run), run_hash, summary, began=began,
     )  # fmt: skip
     resume_step = _resume_step(args, folder)
     if resume_step is None:
@@ -224,7 +227,9 @@ def train_step(run: Run) -> float:
     """One optimizer step over plan.total_batch_size tokens; returns the mean loss over micro-batches and ranks."""
     plan, total = run.plan, torch.zeros((), device=run.device)
     for _ in range(plan.grad_accum_steps):
+        start = time.perf_counter()
         x, y, run.loader_state = next(run.loader)
+        run.waited += time.perf_counter() - start
         loss = run.compiled(x, y) / plan.grad_accum_steps
         loss.backward()
         total += loss.detach()
@@ -308,8 +313,10 @@ def finish(run: Run):
     if run.rank == 0:
         meta_file = meta_path(run.folder, run.step)
         write_json(meta_file, json.loads(meta_file.read_text(encoding="utf-8")) | {"val_bpb": run.val_bpb})
-        run.log.log("end", step=run.step, seconds=run.seconds, val_bpb=run.val_bpb, min_val_bpb=run.min_val_bpb,
-                    peak_bytes=metrics.peak_bytes(run.device))  # fmt: skip
+        run.log.log(
+            "end", step=run.step, seconds=run.seconds, val_bpb=run.val_bpb, min_val_bpb=run.min_val_bpb,
+            peak_bytes=metrics.peak_bytes(run.device), loader_seconds=run.waited,
+        )  # fmt: skip
         checkpoint = file_sha256(model_path(run.folder, run.step))
         metrics.write_done(
             run.folder, config_hash=run.hash, step=run.step, val_bpb=run.val_bpb, checkpoint_sha256=checkpoint
@@ -398,6 +405,7 @@ def loop(run: Run):
         if run.step == started_at + 1:  # what set-up left behind is not worth scanning again and again
             gc.collect()
             gc.freeze()
+            run.log.log("start", step=run.step, startup_seconds=time.perf_counter() - run.began)
         if number := _stop_requested(run):
             save(run)
             report.bar.close()

@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from nanochat import flash_attention
+from nanochat import flash_attention, fused
 from nanochat.bov.presets import PRESETS, preset
 from nanochat.flash_attention import flash_attn_func, flash_attn_with_kvcache
+from nanochat.fused import Fused
 from nanochat.gpt import GPT, GPTConfig, config_from_dict, config_to_dict, window_sizes
 from nanochat.head import head_logits, head_loss
 from models import build
@@ -145,6 +146,21 @@ def test_attention_over_a_sequence_equals_the_definition(T, left, heads, seed):
         torch.testing.assert_close(y[b], naive_attention(q[b], k[b], v[b], left), rtol=1e-4, atol=1e-5)
 
 
+@settings(deadline=None, max_examples=20)
+@given(T=st.integers(1, 300), left=st.integers(-1, 300), heads=HEADS)
+def test_blocked_attention_equals_sdpa_with_its_gradients(T, left, heads):
+    torch.manual_seed(T)
+    grads = []
+    for attend in (flash_attention._blocked, flash_attention._sdpa):
+        torch.manual_seed(left)
+        q, k, v = (torch.randn(1, n, T, 8, requires_grad=True) for n in (heads[0], heads[1], heads[1]))
+        y = attend(q, k, v, left)
+        (y * torch.linspace(0, 1, T)[:, None]).sum().backward()
+        grads.append((y.detach(), q.grad, k.grad, v.grad))
+    for ours, reference in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-5)
+
+
 @settings(deadline=None, max_examples=40)
 @given(past=st.integers(0, 12), T=st.integers(1, 6), left=st.integers(-1, 15), heads=st.sampled_from([(4, 4), (4, 2)]))
 def test_attention_with_a_cache_equals_the_definition(past, T, left, heads):
@@ -212,6 +228,31 @@ def test_chunked_loss_equals_cross_entropy_of_the_logits(reduction):
         head_logits(x, weight, 50).flatten(0, 1), targets.flatten(), ignore_index=-1, reduction=reduction
     )
     torch.testing.assert_close(head_loss(x, weight, targets, 50, reduction), expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.fixture
+def compiled():
+    """The element-wise parts in their compiled form, as in a training run on a CPU."""
+    if fused.cpp_compiler() is None:
+        pytest.skip("no C++ compiler here: nothing is compiled on a CPU without one")
+    fused.compile_fused()
+    yield
+    Fused.compiled = False
+    for part in Fused.every:
+        part.run = part.function
+
+
+def test_compiled_parts_give_the_eager_losses_and_gradients(compiled):
+    ids = torch.randint(0, 50, (2, 150))
+    results = []
+    for eager in (False, True):
+        model = build(sequence_len=150, **preset("paper/bov"))
+        with torch.compiler.set_stance("force_eager" if eager else "default"):
+            loss = model(ids[:, :-1], ids[:, 1:])
+            loss.backward()
+        results.append([loss.detach(), *(p.grad for p in model.parameters())])
+    for ours, reference in zip(*results, strict=True):
+        torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
