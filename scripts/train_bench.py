@@ -44,11 +44,15 @@ def worker():
     rows, length = setting["rows"], setting["config"]["sequence_len"]
     weights = 1.0 / torch.arange(1, setting["config"]["vocab_size"] + 1)  # Zipf, s = 1
     generator = torch.Generator().manual_seed(0)
+    step = 0
     while line := sys.stdin.readline():
         seconds, losses = [], []
         for _ in range(json.loads(line)["steps"]):
             ids = torch.multinomial(weights, rows * (length + 1), replacement=True, generator=generator)
             ids = ids.view(rows, length + 1)
+            step += 1
+            for group in optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * min(1.0, step / 40)  # warmup as in training: without it losses jump
             start = time.perf_counter()
             loss = step_of(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
             loss.backward()
