@@ -95,6 +95,11 @@ def position_and_norm(x, cos, sin):
 
 
 @Fused
+def blend(a, x, b, y):
+    return a * x + b * y
+
+
+@Fused
 def relu_squared(x):
     return F.relu(x).square()
 
@@ -254,7 +259,7 @@ class GPT(nn.Module):
         x0, middle = x, None
         for i, block in enumerate(self.transformer.h):
             if self.resid_lambdas is not None:
-                x = self.resid_lambdas[i] * x + self.x0_lambdas[i] * x0
+                x = blend(self.resid_lambdas[i], x, self.x0_lambdas[i], x0)
             x = block(x, block.attn.bank.source(idx, x0), cos_sin, self.window_sizes[i], kv_cache)
             if i == self.config.n_layer // 2:
                 middle = x

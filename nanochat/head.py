@@ -31,28 +31,25 @@ def head_loss(x, weight, targets, vocab_size, reduction="mean"):
     return losses if reduction == "none" else losses.sum()
 
 
-def _weigh(logits, targets, share):
-    """What loss and gradient of a chunk are made of; the cap bounds the exponent by 15, so no maximum is needed."""
-    capped = torch.tanh(logits.float() / SOFTCAP)
-    weight = torch.exp(SOFTCAP * capped)
-    total = weight.sum(1, keepdim=True)
-    hit = torch.arange(logits.size(1), device=logits.device) == targets[:, None]
-    losses = (total.squeeze(1).log() - SOFTCAP * torch.where(hit, capped, 0.0).sum(1)) * share
-    return capped, weight / total, hit, losses
+def _capped(logits):
+    """SOFTCAP * tanh(logits / SOFTCAP) in fp32, from one exponential."""
+    return SOFTCAP - 2 * SOFTCAP / (torch.exp(logits.float() * (2 / SOFTCAP)) + 1)
 
 
 @Fused
-def _loss(logits, targets, share):
-    """Raw logits (R, V), targets (R,) >= 0, share (R,) weight of each row -> weighted losses (R,) in fp32."""
-    return _weigh(logits, targets, share)[3]
+def _partition(logits):
+    """Sum over the vocabulary of exp(capped logits): (R, V) -> (R,). The cap bounds the exponent: no maximum needed."""
+    return torch.exp(_capped(logits)).sum(1)
 
 
 @Fused
-def _loss_and_gradient(logits, targets, share):
-    """The same, and the gradient of the sum by the raw logits (R, V) in the logits' dtype."""
-    capped, probability, hit, losses = _weigh(logits, targets, share)
-    slope = (1 - capped.square()) * share[:, None]
-    return losses, ((probability - hit.float()) * slope).to(logits.dtype)
+def _partition_and_gradient(logits, share):
+    """The same, and share (R,) * gradient of its logarithm by the raw logits, in their dtype (R, V)."""
+    capped = _capped(logits)
+    weight = torch.exp(capped)
+    total = weight.sum(1)
+    slope = 1 - (capped / SOFTCAP).square()
+    return total, (weight * slope * (share / total)[:, None]).to(logits.dtype)
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -72,13 +69,18 @@ class _ChunkedLoss(torch.autograd.Function):
         dx, dw = (torch.empty_like(x), torch.zeros_like(weight)) if needs_grad else (None, None)
         for start in range(0, x.size(0), ROWS_PER_CHUNK):
             part = slice(start, start + ROWS_PER_CHUNK)
-            chunk = F.linear(x[part], w), targets[part], share[part]
-            if not needs_grad:
-                losses[part] = _loss(*chunk)
-                continue
-            losses[part], dlogits = _loss_and_gradient(*chunk)
-            torch.mm(dlogits, w, out=dx[part])
-            dw[:vocab_size] += torch.mm(dlogits.t(), x[part])
+            logits, target, weigh = F.linear(x[part], w), targets[part, None], share[part]
+            if needs_grad:
+                total, dlogits = _partition_and_gradient(logits, weigh)
+            else:
+                total = _partition(logits)
+            hit = _capped(logits.gather(1, target)).squeeze(1)
+            losses[part] = (total.log() - hit) * weigh
+            if needs_grad:
+                at_target = (hit.exp() / total - 1) * (1 - (hit / SOFTCAP).square()) * weigh
+                dlogits.scatter_(1, target, at_target[:, None].to(dlogits.dtype))
+                torch.mm(dlogits, w, out=dx[part])
+                dw[:vocab_size] += torch.mm(dlogits.t(), x[part])
         ctx.save_for_backward(dx, dw)
         return losses
 

@@ -75,7 +75,14 @@ class Metrics:
         if self.rank == 0:
             with open(self.path, "a", encoding="utf-8") as f:
                 f.write(_line({"kind": kind, **fields}))
-            self.wandb.log({f"{kind}/{name}": value for name, value in fields.items()})
+            self._to_wandb({f"{kind}/{name}": value for name, value in fields.items()})
+
+    def _to_wandb(self, values):
+        try:
+            self.wandb.log(values)
+        except Exception as error:  # whatever wandb raises, the run goes on
+            print0(f"wandb failed ({error}); metrics.jsonl stays complete without it")
+            self.wandb = DummyWandb()
 
 
 def _is_before(entry, step) -> bool:

@@ -87,6 +87,7 @@ class Run:
     seconds: float = 0.0  # of training steps, without evaluation and saving
     waited: float = 0.0  # of them spent waiting for the loader, since this process began
     began: float = field(default_factory=time.perf_counter)
+    evaluated: float = 0.0  # seconds of evaluation, since this process began
     val_bpb: float | None = None
     min_val_bpb: float = math.inf
     stop: list = field(default_factory=list)  # signals received
@@ -266,11 +267,13 @@ def evaluate(run: Run) -> float:
     bpb = evaluate_bpb(run.compiled, batches, steps, run.token_bytes)
     run.model.train()
     run.val_bpb, run.min_val_bpb = bpb, min(bpb, run.min_val_bpb)
+    seconds = time.perf_counter() - start
+    run.evaluated += seconds
     tokens = run.step * run.plan.total_batch_size
     run.log.log(
         "eval", step=run.step, tokens=tokens, flops=tokens * run.summary["flops_per_token"], seconds=run.seconds,
         val_bpb=bpb, coeffs=host.coefficients(run.model), peak_bytes=metrics.peak_bytes(run.device),
-        eval_seconds=time.perf_counter() - start,
+        eval_seconds=seconds,
     )  # fmt: skip
     return bpb
 
@@ -405,7 +408,7 @@ def loop(run: Run):
         if run.step == started_at + 1:  # what set-up left behind is not worth scanning again and again
             gc.collect()
             gc.freeze()
-            run.log.log("start", step=run.step, startup_seconds=time.perf_counter() - run.began)
+            run.log.log("start", step=run.step, startup_seconds=time.perf_counter() - run.began - run.evaluated)
         if number := _stop_requested(run):
             save(run)
             report.bar.close()

@@ -255,6 +255,24 @@ def test_compiled_parts_give_the_eager_losses_and_gradients(compiled):
         torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["upstream", "paper/bov", "table1/3", "table1/6", "table1/13", "fig5b/shared"])
+def test_the_whole_model_is_traced_into_one_graph(name):
+    """What torch.compile does on CUDA, up to the kernels: no graph break, the same logits, nothing left behind."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    model = build(**preset(name))
+    ids = torch.randint(0, 50, (2, 16))
+    torch._dynamo.reset()
+    logits = torch.compile(model, dynamic=False, backend=backend)(ids)
+    assert len(graphs) == 1
+    torch.testing.assert_close(logits, model(ids))
+    assert all(block.attn.bank.first is None for block in model.transformer.h)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_chunked_loss_gradients_equal_autograd_and_scale(reduction):
     torch.manual_seed(0)
