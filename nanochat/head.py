@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from nanochat.fused import Fused
 
 SOFTCAP = 15.0
-ROWS_PER_CHUNK = 512
+ROWS_PER_CHUNK = 512  # of one matmul
+ROWS_IN_CACHE = 128  # of one element-wise pass
 
 
 def _cap(logits):
@@ -43,13 +44,20 @@ def _partition(logits):
 
 
 @Fused
-def _partition_and_gradient(logits, share):
-    """The same, and share (R,) * gradient of its logarithm by the raw logits, in their dtype (R, V)."""
+def _partition_and_gradient_(logits, share):
+    """The same; `logits` becomes share (R,) * the gradient of the sum's logarithm by them, in their dtype (R, V)."""
     capped = _capped(logits)
     weight = torch.exp(capped)
     total = weight.sum(1)
     slope = 1 - (capped / SOFTCAP).square()
-    return total, (weight * slope * (share / total)[:, None]).to(logits.dtype)
+    logits.copy_(weight * slope * (share / total)[:, None])
+    return total
+
+
+def _by_pieces(function, logits, *per_row):
+    """`function` over pieces of rows small enough to stay in cache between its passes -> (R,)."""
+    pieces = zip(*(t.split(ROWS_IN_CACHE) for t in (logits, *per_row)), strict=True)
+    return torch.cat([function(*piece) for piece in pieces])
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -70,17 +78,16 @@ class _ChunkedLoss(torch.autograd.Function):
         for start in range(0, x.size(0), ROWS_PER_CHUNK):
             part = slice(start, start + ROWS_PER_CHUNK)
             logits, target, weigh = F.linear(x[part], w), targets[part, None], share[part]
-            if needs_grad:
-                total, dlogits = _partition_and_gradient(logits, weigh)
-            else:
-                total = _partition(logits)
             hit = _capped(logits.gather(1, target)).squeeze(1)
+            if not needs_grad:
+                losses[part] = (_by_pieces(_partition, logits).log() - hit) * weigh
+                continue
+            total = _by_pieces(_partition_and_gradient_, logits, weigh)
             losses[part] = (total.log() - hit) * weigh
-            if needs_grad:
-                at_target = (hit.exp() / total - 1) * (1 - (hit / SOFTCAP).square()) * weigh
-                dlogits.scatter_(1, target, at_target[:, None].to(dlogits.dtype))
-                torch.mm(dlogits, w, out=dx[part])
-                dw[:vocab_size] += torch.mm(dlogits.t(), x[part])
+            at_target = (hit.exp() / total - 1) * (1 - (hit / SOFTCAP).square()) * weigh
+            logits.scatter_(1, target, at_target[:, None].to(logits.dtype))  # from here on the gradient
+            torch.mm(logits, w, out=dx[part])
+            dw[:vocab_size] += torch.mm(logits.t(), x[part])
         ctx.save_for_backward(dx, dw)
         return losses
 
