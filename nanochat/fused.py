@@ -28,7 +28,9 @@ class Fused:
 
 def cpp_compiler() -> str | None:
     """The C++ compiler that torch would call, None without one."""
-    return next((path for name in (os.environ.get("CXX"), "g++", "clang++", "c++") if name and (path := which(name))), None)
+    return next(
+        (path for name in (os.environ.get("CXX"), "g++", "clang++", "c++") if name and (path := which(name))), None
+    )
 
 
 # What torch may pass for the instruction sets of x86; a compiler that knows them needs no trial build of each.

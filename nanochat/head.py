@@ -95,4 +95,3 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx, grad):
         dx, dw = ctx.saved_tensors
         return dx * grad[0].to(dx.dtype), dw * grad[0], None, None, None
-

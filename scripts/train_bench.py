@@ -176,8 +176,9 @@ def main(argv=None):
         commit = subprocess.run(
             ["git", "rev-parse", "HEAD"], cwd=args.upstream, capture_output=True, text=True
         ).stdout.strip()
+        settings = {name: value for name, value in vars(args).items() if name not in ("upstream", "out")}
         head = {"commit": metrics.git_commit(), "upstream_commit": commit, "versions": metrics.versions()}
-        write_json(args.out, head | {"settings": vars(args) | {"upstream": "karpathy/nanochat"}, "results": results})
+        write_json(args.out, head | {"settings": settings, "results": results})
         print(f"written to {args.out}")
 
 
