@@ -97,7 +97,7 @@ def compute_cleanup():
 
 
 def leave(code: int = 0):
-    """End the process after compute_cleanup without the interpreter's own shutdown, in which gloo's threads may abort."""
+    """End the process without the interpreter's own shutdown, in which gloo's threads may abort."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -116,7 +116,7 @@ def choose_compile(args, device, plan: Plan) -> tuple[bool, str]:
 
 
 def compile_model(model: GPT, device):
-    """The model as called in training: compiled whole on CUDA; on a CPU itself, with its element-wise parts compiled."""
+    """The model as called in training: compiled whole on CUDA; on a CPU only its element-wise parts are."""
     if device.type == "cuda":
         return torch.compile(model, dynamic=False)
     compile_fused()

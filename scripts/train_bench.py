@@ -165,10 +165,11 @@ def main(argv=None):
         print(f"T {length}", flush=True)
         report = results[f"T{length}"] = compare(sides, config, args.tokens // length, args)
         for name, side in report["sides"].items():
-            speed, low_high = side["ours_times_faster"], "{:.2f}-{:.2f}".format(*side["ours_times_faster"]["quartiles"])
+            low, high = side["ours_times_faster"]["quartiles"]
             print(
-                f"  {name:14} {side['mode']:8} {side['tok_per_sec']:8,.0f} tok/s   ours is {speed['median']:.2f} times as "
-                f"fast (quartiles {low_high}), losses differ by at most {side['largest_loss_difference']:.1e}", flush=True
+                f"  {name:14} {side['tok_per_sec']:8,.0f} tok/s   ours is {side['ours_times_faster']['median']:.2f} "
+                f"times as fast (quartiles {low:.2f}-{high:.2f}), losses differ by at most "
+                f"{side['largest_loss_difference']:.1e}", flush=True,
             )  # fmt: skip
     if args.out:
         from nanochat.common import write_json

@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import build
 
+from models import build
 from nanochat.bov.presets import preset
 from nanochat.common import COMPUTE_DTYPE
 from nanochat.engine import Engine, KVCache, sample_next_token, use_calculator

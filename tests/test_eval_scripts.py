@@ -9,8 +9,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from models import build
 
+from models import build
 from nanochat import checkpoint_manager as cm
 from nanochat.common import file_sha256
 from nanochat.engine import Engine

@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
+from models import build
 from nanochat import flash_attention, fused
 from nanochat.bov.presets import PRESETS, preset
 from nanochat.flash_attention import flash_attn_func, flash_attn_with_kvcache
 from nanochat.fused import Fused
 from nanochat.gpt import GPT, GPTConfig, config_from_dict, config_to_dict, window_sizes
 from nanochat.head import head_logits, head_loss
-from models import build
 
 
 def paper_model(depth, name):

@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from models import build, legal_points, randomise_
 from nanochat.bov import host
 from nanochat.bov.layers import parse_layers
 from nanochat.bov.presets import PRESETS, preset
 from nanochat.bov.spec import layer_specs
-from models import build, legal_points, randomise_
 from reference import reference_logits
 
 WINDOWS = [2, 16, 3, 16]
