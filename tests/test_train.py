@@ -281,7 +281,8 @@ def worker(rank, world_size, port, out, more, steps, resume_from):
     run = train.build(
         flags("--num-iterations", "9", *more, *(["--resume-from-step", str(resume_from)] if resume_from else []))
     )
-    randomise_(run.model)
+    if not resume_from:
+        randomise_(run.model)
     grads, update = {}, run.optimizer.step
 
     def step_and_note():
