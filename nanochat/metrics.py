@@ -1,7 +1,8 @@
-"""The record of a run: metrics.jsonl while it trains, DONE.json when it has finished, wandb beside it."""
+"""The record of a run: metrics.jsonl while it trains, DONE.json when it has finished, wandb and the terminal beside."""
 
 import hashlib
 import json
+import math
 import os
 import platform
 import resource
@@ -11,7 +12,16 @@ from pathlib import Path
 
 import torch
 
-from nanochat.common import COMPUTE_DTYPE, DummyWandb, atomic_write, jsonable, print0, write_json
+from nanochat.common import (
+    COMPUTE_DTYPE,
+    DummyWandb,
+    atomic_write,
+    get_peak_flops,
+    jsonable,
+    print0,
+    progress,
+    write_json,
+)
 
 
 def git_commit() -> str | None:
@@ -141,3 +151,34 @@ def header(config: dict, preset: str | None, plan: dict, data: dict, tokenizer: 
         "ranks": int(os.environ.get("WORLD_SIZE", 1)), "preset": preset, "config": config, "plan": plan, "data": data,
         "tokenizer_sha256": tokenizer, "seed": seed,
     }  # fmt: skip
+
+
+class Reporter:
+    """A progress bar on a terminal, plain lines elsewhere."""
+
+    def __init__(self, run):
+        self.run, self.steps = run, run.plan.num_iterations
+        self.bar = progress(total=self.steps, initial=run.step, desc=run.folder.name, unit="step")
+        self.every = max(1, self.steps // 50)
+        self.peak = get_peak_flops(device_name(run.device)) if run.device.type == "cuda" else math.inf
+        self.recent = []
+
+    def say(self, line: str):
+        if self.bar.disable:
+            print0(line, flush=True)
+        elif self.run.rank == 0:
+            self.bar.write(line)
+
+    def step(self, loss: float, seconds: float):
+        run = self.run
+        self.recent = [*self.recent[-19:], seconds]
+        pace = sorted(self.recent)[len(self.recent) // 2]
+        rate = run.plan.total_batch_size / seconds
+        mfu = run.summary["flops_per_token"] * rate / (self.peak * run.world_size)
+        self.bar.update()
+        self.bar.set_postfix_str(f"loss {loss:.4f}, {rate:,.0f} tok/s", refresh=False)
+        if self.bar.disable and (run.step % self.every == 0 or run.step == self.steps):
+            left = pace * (self.steps - run.step)
+            line = f"step {run.step}/{self.steps}  loss {loss:.4f}  {rate:,.0f} tok/s"
+            line += f"  MFU {mfu:.1%}" if mfu else ""
+            self.say(f"{line}  about {left / 60:.1f} min left")

@@ -33,10 +33,8 @@ from nanochat.common import (
     compute_init,
     file_sha256,
     get_base_dir,
-    get_peak_flops,
     jsonable,
     print0,
-    progress,
     write_json,
 )
 from nanochat.dataloader import (
@@ -347,41 +345,10 @@ def _listen(run: Run):
         signal.signal(number, note)
 
 
-class Reporter:
-    """A progress bar on a terminal, plain lines elsewhere."""
-
-    def __init__(self, run: Run):
-        self.run, self.steps = run, run.plan.num_iterations
-        self.bar = progress(total=self.steps, initial=run.step, desc=run.folder.name, unit="step")
-        self.every = max(1, self.steps // 50)
-        self.peak = get_peak_flops(metrics.device_name(run.device)) if run.device.type == "cuda" else math.inf
-        self.recent = []
-
-    def say(self, line: str):
-        if self.bar.disable:
-            print0(line, flush=True)
-        elif self.run.rank == 0:
-            self.bar.write(line)
-
-    def step(self, loss: float, seconds: float):
-        run = self.run
-        self.recent = [*self.recent[-19:], seconds]
-        pace = sorted(self.recent)[len(self.recent) // 2]
-        rate = run.plan.total_batch_size / seconds
-        mfu = run.summary["flops_per_token"] * rate / (self.peak * run.world_size)
-        self.bar.update()
-        self.bar.set_postfix_str(f"loss {loss:.4f}, {rate:,.0f} tok/s", refresh=False)
-        if self.bar.disable and (run.step % self.every == 0 or run.step == self.steps):
-            left = pace * (self.steps - run.step)
-            line = f"step {run.step}/{self.steps}  loss {loss:.4f}  {rate:,.0f} tok/s"
-            line += f"  MFU {mfu:.1%}" if mfu else ""
-            self.say(f"{line}  about {left / 60:.1f} min left")
-
-
 def loop(run: Run):
     """Train to the end of the plan, saving before evaluating; SystemExit after a signal, with a checkpoint saved."""
     args, plan, started_at = run.args, run.plan, run.step
-    report = Reporter(run)
+    report = metrics.Reporter(run)
     _listen(run)
     while True:
         last = run.step == plan.num_iterations
