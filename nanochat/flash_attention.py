@@ -53,8 +53,10 @@ def _resolve_use_fa3() -> bool:
 USE_FA3 = _resolve_use_fa3()
 
 
-def describe() -> str:
-    """One line for logs: which back end runs and why."""
+def describe(length: int) -> str:
+    """One line for logs: what attends over training rows of `length` tokens, and why."""
+    if BACKEND == "sdpa" and _uses_blocks(length):
+        return "attention: matmuls over blocks (CPU with compiled parts)"
     return {
         "fa3": "attention: FA3 through torch",
         "varlen": "attention: torch varlen (FA3 cannot be activated here)",
@@ -85,6 +87,10 @@ def _sdpa(q, k, v, left):
 
 BLOCK = 128  # queries
 BLOCKED_LENGTH = 1024  # above it the stored probabilities cost more memory than they save time
+
+
+def _uses_blocks(length) -> bool:
+    return Fused.compiled and length <= BLOCKED_LENGTH
 
 
 def _blocks(T, left):
@@ -176,8 +182,7 @@ def flash_attn_func(q, k, v, causal=False, window_size=(-1, -1)):
         return F.scaled_dot_product_attention(*heads, enable_gqa=q.size(2) != k.size(2)).transpose(1, 2)
     if BACKEND != "sdpa":
         return _varlen(q, k, v, window_size[0])
-    blocked = Fused.compiled and q.device.type == "cpu" and q.size(1) <= BLOCKED_LENGTH
-    attend = _blocked if blocked else _sdpa
+    attend = _blocked if q.device.type == "cpu" and _uses_blocks(q.size(1)) else _sdpa
     return attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), window_size[0]).transpose(1, 2)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from nanochat import flash_attention, metrics
+from nanochat import STARTED, flash_attention, metrics
 from nanochat.bov import host
 from nanochat.checkpoint_manager import (
     find_last_step,
@@ -78,13 +78,13 @@ class Run:
     log: metrics.Metrics
     hash: str
     summary: dict
+    val_sha: str  # of the validation shard
     loader: object = None
     loader_state: dict | None = None
     val_pass: object = None  # the validation split once, packed when first needed
     step: int = 0
     seconds: float = 0.0  # of training steps, without evaluation and saving
     waited: float = 0.0  # of them spent waiting for the loader, since this process began
-    began: float = field(default_factory=time.perf_counter)
     evaluated: float = 0.0  # seconds of evaluation, since this process began
     val_bpb: float | None = None
     min_val_bpb: float = math.inf
@@ -138,7 +138,6 @@ def identity(config, plan: Plan, args, data: dict, tokenizer_hash: str) -> dict:
 
 def build(args) -> Run | None:
     """Set up one rank; None when this very run has finished already. Raises ValueError naming the flag at fault."""
-    began = time.perf_counter()
     device_type = args.device_type or autodetect_device_type()
     _, rank, _, world_size, device = compute_init(device_type, seed=args.seed)
     if COMPUTE_DTYPE == torch.float16:
@@ -148,8 +147,8 @@ def build(args) -> Run | None:
         raise ValueError(f"--vocab-size {args.vocab_size}: the tokenizer has {tokenizer.get_vocab_size()} tokens")
     config, plan = plan_run(args, tokenizer.get_vocab_size(), world_size)
     data = data_identity()
-    epoch = packing_report(tokenizer, args.max_seq_len, "train", max_rows=EPOCH_SAMPLE_ROWS)["tokens_per_epoch"]
-    summary = plan_summary(config, plan, epoch)
+    packing = packing_report(tokenizer, args.max_seq_len, "train", max_rows=EPOCH_SAMPLE_ROWS)
+    summary = plan_summary(config, plan, packing["tokens_per_epoch"]) | {"packing": packing}
     folder, run_hash = _folder(args), metrics.config_hash(identity(config, plan, args, data, tokenizer.sha256()))
     done = metrics.read_done(folder)
     if args.resume == "auto" and done and done["config_hash"] == run_hash:
@@ -160,7 +159,7 @@ def build(args) -> Run | None:
     wandb_run = metrics.start_wandb(args.run, rank, vars(args))
     run = Run(
         args, config, plan, device, rank, world_size, folder, tokenizer, get_token_bytes(device), model, model,
-        optimizer, metrics.Metrics(folder, rank, wandb_run), run_hash, summary, began=began,
+        optimizer, metrics.Metrics(folder, rank, wandb_run), run_hash, summary, data["val_sha"],
     )  # fmt: skip
     resume_step = _resume_step(args, folder)
     if resume_step is None:
@@ -175,7 +174,7 @@ def build(args) -> Run | None:
     compiled, reason = choose_compile(args, device, plan)
     if compiled:
         run.compiled = compile_model(model, device)
-    print0(f"{flash_attention.describe()}; {COMPUTE_DTYPE} ({COMPUTE_DTYPE_REASON}); {reason}")
+    print0(f"{flash_attention.describe(args.max_seq_len)}; {COMPUTE_DTYPE} ({COMPUTE_DTYPE_REASON}); {reason}")
     return run
 
 
@@ -320,7 +319,12 @@ def finish(run: Run):
         )  # fmt: skip
         checkpoint = file_sha256(model_path(run.folder, run.step))
         metrics.write_done(
-            run.folder, config_hash=run.hash, step=run.step, val_bpb=run.val_bpb, checkpoint_sha256=checkpoint
+            run.folder,
+            config_hash=run.hash,
+            step=run.step,
+            val_bpb=run.val_bpb,
+            checkpoint_sha256=checkpoint,
+            val_sha=run.val_sha,
         )
     run.log.wandb.finish()
 
@@ -375,7 +379,7 @@ def loop(run: Run):
         if run.step == started_at + 1:  # what set-up left behind is not worth scanning again and again
             gc.collect()
             gc.freeze()
-            run.log.log("start", step=run.step, startup_seconds=time.perf_counter() - run.began - run.evaluated)
+            run.log.log("start", step=run.step, startup_seconds=time.perf_counter() - STARTED - run.evaluated)
         if number := _stop_requested(run):
             save(run)
             report.bar.close()

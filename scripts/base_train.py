@@ -69,9 +69,17 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv=None):
+    try:
+        run(argv)
+    except KeyboardInterrupt:
+        print("\nstopped before the first step; nothing was changed", file=sys.stderr)
+        sys.exit(130)
+
+
+def run(argv):
     args = parser().parse_args(argv)
     if args.fp8:
-        sys.exit("--fp8: not in this host; train in bf16, or apply the patches to upstream nanochat")
+        sys.exit("--fp8: not in this host; train in bf16")
     from nanochat.common import compute_cleanup, is_ddp_requested, leave
 
     try:

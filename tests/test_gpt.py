@@ -243,6 +243,7 @@ def compiled():
 
 
 def test_compiled_parts_give_the_eager_losses_and_gradients(compiled):
+    assert "blocks" in flash_attention.describe(150) and "SDPA" in flash_attention.describe(2048)
     ids = torch.randint(0, 50, (2, 150))
     results = []
     for eager in (False, True):

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pyarrow as pa
@@ -79,20 +80,31 @@ def assert_same_weights(a, b):
 
 
 @pytest.mark.parametrize(
-    ("depth", "preset", "target", "steps", "batch", "lr", "decay", "tables", "kv"),
+    ("depth", "preset", "target", "steps", "flops", "without_tables", "tables", "kv"),
     [
-        (12, "paper/baseline", 1.5e18, 3766, 2**19, (0.02, 0.3, 0.008, 0.5, 0.15), 0.28, 0, 36864),
-        (12, "paper/bov", 1.5e18, 3838, 2**19, (0.02, 0.3, 0.008, 0.5, 0.15), 0.28, 100_663_296, 30720),
-        (24, "paper/baseline", 3.91e19, 7809, 2**20, (0.0283, 0.3, 0.008, 0.707, 0.15), 0.0597, 0, 147456),
-        (24, "paper/bov", 3.91e19, 7998, 2**20, (0.0283, 0.3, 0.008, 0.707, 0.15), 0.0597, 402_653_184, 122880),
+        (12, "paper/baseline", 1.5e18, 3766, 759_693_312, 135.3e6, 0, 36864),
+        (12, "paper/bov", 1.5e18, 3838, 745_537_536, 132.9e6, 100_663_296, 30720),
+        (24, "paper/baseline", 3.91e19, 7809, 4_775_215_104, 780.1e6, 0, 147456),
+        (24, "paper/bov", 3.91e19, 7998, 4_661_968_896, 761.3e6, 402_653_184, 122880),
     ],
 )
-def test_dry_run_gives_the_numbers_of_the_paper(depth, preset, target, steps, batch, lr, decay, tables, kv, capsys):
+def test_dry_run_gives_the_numbers_of_the_paper(
+    depth, preset, target, steps, flops, without_tables, tables, kv, capsys, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "none"))
     base_train.main([
         "--depth", str(depth), "--preset", preset, "--target-flops", str(target), "--vocab-size", "32768", "--dry-run"
     ])  # fmt: skip
+    assert not (tmp_path / "none").exists()
     plan = json.loads(capsys.readouterr().out.splitlines()[-1])
+    batch, lr, decay = {
+        12: (2**19, (0.02, 0.3, 0.008, 0.5, 0.15), 0.28),
+        24: (2**20, (0.0283, 0.3, 0.008, 0.707, 0.15), 0.0597),
+    }[depth]
     assert (plan["num_iterations"], plan["total_batch_size"], plan["total_tokens"]) == (steps, batch, steps * batch)
+    assert (plan["flops_per_token"], plan["total_flops"]) == (flops, flops * steps * batch)
+    assert (plan["model_config"]["n_embd"], plan["model_config"]["n_head"]) == (depth * 64, depth // 2)
+    assert plan["num_params"]["without_tables"] == pytest.approx(without_tables, abs=0.05e6)
     names = ("matrix", "embedding", "unembedding", "scalar", "value_table")
     assert [plan["lr"][name] for name in names] == pytest.approx(lr, rel=1e-3)
     assert plan["weight_decay"] == pytest.approx(decay, rel=1e-3)
@@ -102,6 +114,37 @@ def test_dry_run_gives_the_numbers_of_the_paper(depth, preset, target, steps, ba
     counts = plan["num_params"]
     assert counts["total"] == sum(counts[k] for k in ("wte", "value_tables", "lm_head", "matrices", "scalars"))
     assert counts["without_tables"] == counts["total"] - tables
+
+
+@pytest.mark.parametrize(
+    ("preset", "more", "steps"),
+    [
+        ("table1/13", ["--target-flops", "1.5e18"], 3697), ("table1/3", ["--target-flops", "1.5e18"], 3969),
+        ("table1/4", ["--target-flops", "1.5e18"], 3874), ("table1/9", ["--target-flops", "1.5e18"], 3766),
+        ("fig5b/every_layer", ["--target-flops", "1.5e18"], 3989),
+        ("paper/bov", ["--depth", "24", "--target-tokens", "100e9"], 95367),
+    ],
+)  # fmt: skip
+def test_dry_run_gives_the_steps_of_other_variants(preset, more, steps, capsys):
+    base_train.main(["--depth", "12", "--preset", preset, "--vocab-size", "32768", "--dry-run", *more])
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["num_iterations"] == steps
+
+
+@pytest.mark.parametrize(
+    ("compiler", "more", "expected"),
+    [
+        (None, [], (False, "no C++ compiler")),
+        ("g++", [], (True, "compiling")),
+        ("g++", ["--no-compile"], (False, "--no-compile")),
+        ("g++", ["--num-iterations", "20"], (False, "under 100 steps")),
+    ],
+    ids=["no compiler", "compiler", "--no-compile", "short run"],
+)
+def test_it_compiles_where_that_pays_and_says_why(compiler, more, expected, monkeypatch):
+    monkeypatch.setattr(train, "cpp_compiler", lambda: compiler)
+    args = flags("--num-iterations", "120", *more)
+    compiled, reason = train.choose_compile(args, torch.device("cpu"), plan_run(args, 320, 1)[1])
+    assert compiled == expected[0] and expected[1] in reason
 
 
 def test_explicit_layers_and_widths_apply_to_the_models_own_depth_alone():
@@ -187,7 +230,7 @@ def test_the_record_of_a_run(finished):
     )
     assert rest[-1]["kind"] == "end" and rest[-1]["val_bpb"] == evals[-1]["val_bpb"] < evals[0]["val_bpb"]
     done = json.loads((finished / "DONE.json").read_text())
-    assert done["step"] == 8 and done["val_bpb"] == evals[-1]["val_bpb"]
+    assert done["step"] == 8 and done["val_bpb"] == evals[-1]["val_bpb"] and done["val_sha"] == head["data"]["val_sha"]
     meta = json.loads((finished / "meta_000008.json").read_text())
     assert meta["val_bpb"] == done["val_bpb"] and meta["model_config"]["bov_layers"] == "last:1/3"
 
@@ -218,6 +261,53 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_last_checkpoint(ba
     with pytest.raises(FloatingPointError, match="step 5"):
         go("--num-iterations", "8", "--save-every", "4")
     assert list_steps(base / "base_checkpoints" / "t") == [4]
+
+
+class StandIn:
+    """wandb's two functions; breaks on the call it is told to."""
+
+    def __init__(self, breaks):
+        self.breaks, self.seen = breaks, {}
+
+    def init(self, **settings):
+        if self.breaks == "init":
+            raise OSError("no network")
+        return self
+
+    def log(self, values):
+        if self.breaks == "log":
+            raise OSError("no network")
+        self.seen |= values
+
+    def finish(self):
+        pass
+
+
+@pytest.mark.parametrize("breaks", [None, "init", "log"])
+def test_metrics_go_to_wandb_and_a_broken_wandb_stops_nothing(breaks, base, monkeypatch, capsys):
+    stand_in = StandIn(breaks)
+    monkeypatch.setitem(sys.modules, "wandb", stand_in)
+    folder = go("--num-iterations", "2", "--run", "name")
+    assert len(losses(folder)) == 2 and (folder / "DONE.json").exists()
+    if breaks:
+        assert "no network" in capsys.readouterr().out
+    else:
+        assert stand_in.seen.keys() >= {"train/loss", "eval/val_bpb"}
+
+
+def test_core_without_its_evaluation_is_skipped_with_one_line(base, capsys):
+    folder = go("--num-iterations", "1", "--core-metric-every", "1")
+    assert sum("CORE" in line for line in capsys.readouterr().out.splitlines()) == 1
+    assert (folder / "DONE.json").exists()
+
+
+def test_ctrl_c_while_starting_is_one_line(base):
+    command = [sys.executable, "-m", "scripts.base_train", *TINY, "--num-iterations", "8"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1])
+    time.sleep(1)  # inside the imports
+    process.send_signal(signal.SIGINT)
+    errors = process.communicate(timeout=120)[1]
+    assert process.returncode == 130 and "Traceback" not in errors
 
 
 def test_evaluation_off_gives_null_not_nan(base):

@@ -7,10 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from models import build, legal_points, randomise_
-from nanochat.bov import host
 from nanochat.bov.layers import parse_layers
 from nanochat.bov.presets import PRESETS, preset
-from nanochat.bov.spec import layer_specs
+from nanochat.engine import KVCache
 from reference import reference_logits
 
 WINDOWS = [2, 16, 3, 16]
@@ -54,9 +53,9 @@ def test_outputs_and_gradients_equal_the_naive_reference(axes):
         torch.testing.assert_close(p.grad, params[name].grad, rtol=2e-3, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_causality_a_changed_suffix_moves_no_earlier_logit(name):
-    model = window(build(**preset(name)))
+@pytest.mark.parametrize("axes", list(cases()))
+def test_causality_a_changed_suffix_moves_no_earlier_logit(axes):
+    model = window(build(**axes))
     ids = torch.tensor([[7, 3, 7, 49, 0, 3, 11, 12]])
     changed = ids.clone()
     changed[0, 5:] = torch.tensor([1, 2, 4])
@@ -65,18 +64,42 @@ def test_causality_a_changed_suffix_moves_no_earlier_logit(name):
     assert not torch.allclose(before[5:], after[5:])
 
 
-@pytest.mark.parametrize(
-    "name",
-    [n for n in PRESETS if any(s.table is not None for s in layer_specs(4, host.axes_of(build(**preset(n)).config)))],
-)
-def test_table_gradient_only_on_rows_of_tokens_present(name):
-    model = build(**preset(name))
+@pytest.mark.parametrize("axes", list(cases()))
+def test_a_text_in_chunks_with_a_cache_equals_one_forward(axes):
+    model = window(build(**axes))
+    ids = torch.tensor([[7, 3, 7, 49, 0, 3, 11, 12, 5], [1, 1, 2, 3, 5, 8, 13, 21, 34]])
+    config = model.config
+    cache = KVCache(2, config.n_kv_head, 9, config.n_embd // config.n_head, config.n_layer, "cpu", torch.float32)
+    chunks = [model(part, kv_cache=cache) for part in ids.split([4, 1, 3, 1], dim=1)]
+    torch.testing.assert_close(torch.cat(chunks, dim=1), model(ids), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("axes", list(cases()))
+def test_every_parameter_has_one_group_of_its_kind_and_a_gradient(axes):
+    model = build(**axes)
+    optimizer = model.setup_optimizer(weight_decay=0.1)
+    kinds = {}
+    for group in optimizer.param_groups:
+        for name in group["names"]:
+            assert name not in kinds
+            kinds[name] = (group["kind"], group["weight_decay"])
+    assert kinds.keys() == dict(model.named_parameters()).keys()
+    for name, p in model.named_parameters():
+        matrix = name.startswith("transformer.h.") and p.ndim == 2
+        assert kinds[name][0] == ("muon" if matrix else "adamw"), name
+        if name.endswith(("gamma_v", "beta_v", "lambda_v")):
+            assert kinds[name][1] == 0
+    model(IDS2, IDS2.roll(-1, 1)).backward()
+    optimizer.step()  # raises when a parameter has no gradient
+
+
+@pytest.mark.parametrize("axes", [case for case in cases() if case.id.startswith("table")])
+def test_table_gradient_only_on_rows_of_tokens_present(axes):
+    model = build(**axes)
     ids = torch.tensor([[7, 3, 7, 49]])
     model(ids, torch.tensor([[3, 7, 49, 1]])).backward()
-    present = set(ids.flatten().tolist())
     for table in model.value_embeds.values():
-        touched = set(table.weight.grad.abs().sum(1).nonzero().flatten().tolist())
-        assert touched == present
+        assert set(table.weight.grad.abs().sum(1).nonzero().flatten().tolist()) == {3, 7, 49}
 
 
 def test_only_replacing_ungated_tables_need_no_value_cache():
