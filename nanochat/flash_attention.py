@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 from nanochat.common import COMPUTE_DTYPE
 from nanochat.fused import Fused
@@ -86,7 +87,7 @@ def _sdpa(q, k, v, left):
 
 
 BLOCK = 128  # queries
-BLOCKED_LENGTH = 1024  # above it the stored probabilities cost more memory than they save time
+BLOCKED_LENGTH = 512  # above it there are more shapes to compile and the stored probabilities grow large
 
 
 def _uses_blocks(length) -> bool:
@@ -119,6 +120,7 @@ class _Blocked(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         q, k, v, *weights = ctx.saved_tensors
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)

@@ -44,11 +44,20 @@ def _skip_trial_builds():
         torch._inductor.config.cpp.vec_isa_ok = True
 
 
-def compile_fused():
-    """Compile every Fused function from now on (at its first call); needs a C++ compiler."""
+def compile_fused() -> str | None:
+    """Compile every Fused function from now on (at its first call).
+
+    Returns None, or why the compiler cannot build what torch gives it (no Python.h, say); then all stay as written.
+    """
     import torch._inductor.config
 
+    torch._inductor.config.cpp.cxx = (None, cpp_compiler())
     _skip_trial_builds()
+    try:
+        torch.compile(lambda x: x.square() + 1, dynamic=False)(torch.ones(64))
+    except Exception as error:  # inductor raises many kinds
+        return next((line for line in str(error).splitlines() if "error:" in line), type(error).__name__).strip()
     for fused in Fused.every:
         fused.run = torch.compile(fused.function, dynamic=False)
     Fused.compiled = True
+    return None

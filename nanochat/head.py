@@ -5,6 +5,7 @@ Shapes: B batch, T time, R = B*T rows, C n_embd, V vocab (weights padded to a mu
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 from nanochat.fused import Fused
 
@@ -25,10 +26,13 @@ def head_logits(x, weight, vocab_size):
 def head_loss(x, weight, targets, vocab_size, reduction="mean"):
     """Cross-entropy of targets (B, T), -1 ignored, from x (B, T, C): a scalar, or (B*T,) for reduction "none"."""
     rows, targets = x.flatten(0, 1), targets.flatten()
-    if x.device.type != "cpu" or (reduction == "none" and torch.is_grad_enabled() and x.requires_grad):
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction {reduction!r}: use mean, sum or none")
+    learns = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    if x.device.type != "cpu" or (reduction == "none" and learns):
         logits = head_logits(rows, weight, vocab_size)
         return F.cross_entropy(logits, targets, ignore_index=-1, reduction=reduction)
-    losses = _ChunkedLoss.apply(rows, weight, targets, vocab_size, reduction == "mean")
+    losses = _ChunkedLoss.apply(rows, weight, targets, vocab_size, reduction == "mean", learns)
     return losses if reduction == "none" else losses.sum()
 
 
@@ -67,8 +71,7 @@ class _ChunkedLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, targets, vocab_size, mean):
-        needs_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+    def forward(ctx, x, weight, targets, vocab_size, mean, needs_grad):
         w = weight[:vocab_size].to(x.dtype)
         share = (targets >= 0).float()
         share = share / share.sum().clamp_min(1) if mean else share
@@ -92,6 +95,7 @@ class _ChunkedLoss(torch.autograd.Function):
         return losses
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         dx, dw = ctx.saved_tensors
-        return dx * grad[0].to(dx.dtype), dw * grad[0], None, None, None
+        return dx * grad[0].to(dx.dtype), dw * grad[0], None, None, None, None

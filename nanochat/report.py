@@ -131,7 +131,12 @@ def find_baseline(runs, name: str | None = None) -> dict:
 
 
 def same_validation(run: Run, other: Run) -> bool:
-    """bpb of two runs can be compared only on the same held-out text; its shard's hash counts where that is unknown."""
+    """bpb of two runs can be compared only on the same part of the same held-out text.
+
+    The shard's hash counts where the text's is unknown.
+    """
+    if run.header.get("eval_tokens") != other.header.get("eval_tokens"):
+        return False
     data = [r.header.get("data", {}) for r in (run, other)]
     field = "val_text_sha" if all(d.get("val_text_sha") for d in data) else "val_sha"
     return data[0].get(field) == data[1].get(field)

@@ -116,6 +116,8 @@ def make_plan(
 
 
 def _grad_accum_steps(total_batch_size, device_batch_size, seq_len, world_size) -> int:
+    if device_batch_size < 1 or seq_len < 1:
+        raise ValueError(f"--device-batch-size {device_batch_size} and --max-seq-len {seq_len} must be at least 1")
     micro = device_batch_size * seq_len * world_size
     steps, rest = divmod(total_batch_size, micro)
     if total_batch_size < 1 or rest:

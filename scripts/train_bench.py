@@ -38,7 +38,8 @@ def worker():
     if setting["mode"] == "compiled" and setting["ours"]:
         from nanochat.train import compile_model
 
-        step_of = compile_model(model, model.get_device())
+        step_of, problem = compile_model(model, model.get_device())
+        assert problem is None, problem
     elif setting["mode"] == "compiled":
         step_of = torch.compile(model, dynamic=False)
     rows, length = setting["rows"], setting["config"]["sequence_len"]

@@ -294,6 +294,19 @@ def test_chunked_loss_gradients_equal_autograd_and_scale(reduction):
         torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-6)
 
 
+def test_loss_of_rows_that_weigh_differently_reaches_a_lone_weight():
+    torch.manual_seed(0)
+    x, weight = torch.randn(1, 9, 24), torch.randn(64, 24, requires_grad=True)
+    targets, factors = torch.randint(0, 50, (1, 9)), torch.rand(9)
+    (head_loss(x, weight, targets, 50, "none") * factors).sum().backward()
+    expected = weight.detach().clone().requires_grad_()
+    logits = head_logits(x, expected, 50).flatten(0, 1)
+    (F.cross_entropy(logits, targets.flatten(), reduction="none") * factors).sum().backward()
+    torch.testing.assert_close(weight.grad, expected.grad, rtol=1e-4, atol=1e-6)
+    with pytest.raises(ValueError, match="reduction"):
+        head_loss(x, weight, targets, 50, "median")
+
+
 def test_all_targets_ignored_gives_zero_not_nan():
     x, weight = torch.randn(1, 4, 24, requires_grad=True), torch.randn(64, 24)
     loss = head_loss(x, weight, torch.full((1, 4), -1), 50)

@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pyarrow as pa
@@ -16,9 +15,10 @@ import torch
 import torch.multiprocessing as mp
 
 from models import randomise_
-from nanochat import metrics, train
+from nanochat import fused, metrics, train
 from nanochat.checkpoint_manager import list_steps, load_checkpoint
 from nanochat.common import compute_cleanup
+from nanochat.fused import Fused
 from nanochat.plan import plan_run, plan_summary
 from nanochat.tokenizer import RustBPETokenizer, save_token_bytes
 from scripts import base_train
@@ -197,6 +197,7 @@ def test_upstreams_flags_are_a_subset_of_ours():
         (["--window-pattern", "SLX"], "window_pattern"),
         (["--resume-from-step", "7"], "7"),
         (["--device-type", "tpu"], "tpu"),
+        (["--device-batch-size", "0"], "--device-batch-size 0"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -302,12 +303,56 @@ def test_core_without_its_evaluation_is_skipped_with_one_line(base, capsys):
 
 
 def test_ctrl_c_while_starting_is_one_line(base):
-    command = [sys.executable, "-m", "scripts.base_train", *TINY, "--num-iterations", "8"]
+    command = [sys.executable, "-X", "importtime", "-m", "scripts.base_train", *TINY, "--num-iterations", "8"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1])
-    time.sleep(1)  # inside the imports
+    while "torch." not in process.stderr.readline():  # until torch is being imported
+        assert process.poll() is None
     process.send_signal(signal.SIGINT)
     errors = process.communicate(timeout=120)[1]
     assert process.returncode == 130 and "Traceback" not in errors
+
+
+def test_weights_gone_bad_are_not_saved(base, monkeypatch):
+    step = train.train_step
+
+    def spoiled(run):
+        loss = step(run)
+        if run.step == 8:
+            run.model.lm_head.weight.data[0, 0] = float("inf")
+        return loss
+
+    monkeypatch.setattr(train, "train_step", spoiled)
+    with pytest.raises(FloatingPointError, match="lm_head.weight"):
+        go("--num-iterations", "9", "--save-every", "4")
+    assert list_steps(base / "base_checkpoints" / "t") == [4]
+
+
+def test_a_fresh_run_does_not_begin_over_another_ones_checkpoints(finished):
+    before = sorted(finished.iterdir())
+    with pytest.raises(ValueError, match="--resume auto"):
+        go("--preset", "paper/baseline", "--num-iterations", "4")
+    assert sorted(finished.iterdir()) == before
+
+
+def test_an_evaluation_is_noted_in_the_checkpoint_of_its_own_step(finished):
+    evals = dict(zip(losses(finished, "eval", "step"), losses(finished, "eval", "val_bpb"), strict=True))
+    for step in (4, 8):
+        assert json.loads((finished / f"meta_{step:06d}.json").read_text())["val_bpb"] == evals[step]
+
+
+def test_a_compiler_that_cannot_build_leaves_everything_eager(monkeypatch):
+    monkeypatch.setattr(fused, "cpp_compiler", lambda: "/bin/false")
+    torch._dynamo.reset()
+    with torch._inductor.config.patch({"force_disable_caches": True}):
+        model, problem = train.compile_model(None, torch.device("cpu"))
+    assert problem and not Fused.compiled and all(part.run is part.function for part in Fused.every)
+
+
+def test_going_back_to_a_step_gives_up_the_later_ones(finished, capsys):
+    expected = losses(finished)
+    go("--preset", "paper/bov", "--num-iterations", "8", "--save-every", "4", "--resume-from-step", "4")
+    assert "deleting the later steps 8" in capsys.readouterr().out
+    assert losses(finished) == expected and list_steps(finished) == [4, 8]
 
 
 def test_evaluation_off_gives_null_not_nan(base):

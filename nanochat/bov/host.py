@@ -247,6 +247,16 @@ def add_flags(parser) -> None:
         )
 
 
+def preset_name(args) -> str | None:
+    """The preset that the flags name, with "(changed)" where explicit flags move the model off it."""
+    if args.preset is None:
+        return None
+    changed = any(
+        preset(args.preset).get(name, AXES[name][0]) != value for name, value in axes_from_flags(args).items()
+    )
+    return f"{args.preset} (changed)" if changed else args.preset
+
+
 def axes_from_flags(args) -> dict:
     """All axes: defaults, then the preset, then what was given explicitly. Raises ValueError on contradictions."""
     axes = {name: default for name, (default, _) in AXES.items()}
