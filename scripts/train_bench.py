@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+LOSS_STEPS = 20
 
 
 def worker():
@@ -128,7 +129,7 @@ def compare(sides: dict, config: dict, rows: int, args) -> dict:
             "step_seconds": {"median": statistics.median(result["seconds"]), "min": min(result["seconds"])},
             "ours_times_faster": {"median": statistics.median(ratios), "quartiles": [quarter[0], quarter[2]]},
             "largest_loss_difference": max(
-                abs(a - b) for a, b in zip(ours["losses"][:20], result["losses"][:20], strict=True)
+                abs(a - b) for a, b in zip(ours["losses"][:LOSS_STEPS], result["losses"][:LOSS_STEPS], strict=True)
             ),
             "losses": result["losses"],
         }
@@ -149,6 +150,8 @@ def main(argv=None):
     parser.add_argument("--modes", default="eager,compiled")
     parser.add_argument("--skip-fp32", action="store_true", help="leave out upstream in fp32")
     args = parser.parse_args(argv)
+    if args.warmup + args.rounds < LOSS_STEPS:
+        sys.exit(f"--warmup {args.warmup} and --rounds {args.rounds}: losses are compared over {LOSS_STEPS} steps")
     if not Path(args.upstream, "nanochat", "gpt.py").is_file():
         sys.exit(f"--upstream {args.upstream}: there is no nanochat/gpt.py in it")
     from nanochat import metrics

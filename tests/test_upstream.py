@@ -4,6 +4,8 @@ NANOCHAT_UPSTREAM and NANOCHAT_AUTHORS point to checkouts. Both packages are cal
 process of its own and hands over a checkpoint folder that also holds ids and logits.
 """
 
+import ast
+import importlib
 import json
 import os
 import subprocess
@@ -11,6 +13,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from scripts import train_bench
 
 HERE = Path(__file__).parent
 OURS = HERE.parent
@@ -171,3 +175,57 @@ def test_every_checkpoint_type_of_the_authors_loads_equal_or_is_refused(tmp_path
     assert all("model_type" in message for message in refused.values())
     wrong = {name: result for name, result in found.items() if name not in refused and not result < 1e-4}
     assert not wrong and len(found) - len(refused) >= 30
+
+
+# ---------------------------------------------------------------------------- names and flags
+
+
+def flags_of(script):
+    """{--flag: (type, default, action)} of every add_argument in a script, read without running it."""
+    found = {}
+    for node in ast.walk(ast.parse(Path(script).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
+            names = [a.value for a in node.args if isinstance(a, ast.Constant) and a.value.startswith("--")]
+            given = {k.arg: eval(ast.unparse(k.value)) for k in node.keywords if k.arg in ("type", "default", "action")}
+            kind = given.get("type", type(given.get("default")) if isinstance(given.get("default"), str) else str)
+            for name in names:
+                found[name] = (kind, given.get("default"), given.get("action"))
+    return found
+
+
+@needs_upstream
+@pytest.mark.parametrize("script", ["base_train", "base_eval", "tok_train", "tok_eval"])
+def test_upstreams_flags_are_ours_with_the_same_types_and_defaults(script):
+    ours, theirs = (flags_of(Path(root, "scripts", f"{script}.py")) for root in (OURS, UPSTREAM))
+    assert {name: ours.get(name) for name in theirs} == theirs
+
+
+LATER = {"nanochat.core_eval"}  # with the evaluation of CORE
+ELSEWHERE = {"nanochat.fp8", "nanochat.execution"}  # not part of this host
+
+
+@needs_upstream
+def test_every_name_that_upstreams_scripts_and_tests_import_exists():
+    missing = set()
+    for path in [*Path(UPSTREAM, "scripts").glob("base_*.py"), *Path(UPSTREAM, "scripts").glob("tok_*.py"),
+                 *Path(UPSTREAM, "scripts").glob("chat_*.py"), *Path(UPSTREAM, "tests").glob("*.py")]:  # fmt: skip
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("nanochat."):
+                if node.module in LATER | ELSEWHERE:
+                    continue
+                module = importlib.import_module(node.module)
+                missing |= {f"{node.module}.{a.name}" for a in node.names if a.name not in dir(module)}
+    assert not missing
+
+
+@needs_upstream
+def test_training_steps_lose_the_same_as_upstreams():
+    """Over 15 steps; from then on rounding errors of either side grow several times a step."""
+    config = dict(sequence_len=64, vocab_size=256, n_layer=3, n_head=2, n_kv_head=2, n_embd=128)
+    losses = []
+    for root in (train_bench.ROOT, UPSTREAM):
+        side = train_bench.Side(root, "float32", "eager", config, rows=4, threads=1)
+        losses.append(side.run(15)["losses"])
+        side.close()
+    assert losses[0] == pytest.approx(losses[1], abs=1e-3)
+    assert losses[0][-1] < losses[0][0] - 0.1
