@@ -449,7 +449,7 @@ def spawn(world_size, out, more, steps=5, resume_from=None):
 @pytest.mark.parametrize("preset", ["paper/bov", "upstream"])
 def test_two_ranks_do_what_one_does_and_stay_bit_identical(preset, base, tmp_path):
     more = ["--preset", preset, "--device-batch-size", "2"]
-    (alone,), (first, second) = (spawn(n, tmp_path, more) for n in (1, 2))
+    (alone,), (first, second) = (spawn(n, tmp_path, [*more, "--model-tag", f"on{n}"]) for n in (1, 2))
     assert first["losses"] == pytest.approx(alone["losses"], rel=1e-5)
     for name, grad in alone["grads"].items():
         assert (first["grads"][name] - grad).norm() <= 1e-6 * grad.norm(), name
