@@ -10,6 +10,7 @@ import shutil
 import signal
 import time
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -35,6 +36,7 @@ from nanochat.common import (
     get_base_dir,
     jsonable,
     print0,
+    progress,
     write_json,
 )
 from nanochat.dataloader import (
@@ -79,6 +81,7 @@ class Run:
     hash: str
     summary: dict
     val_sha: str  # of the validation shard
+    one_pass: bool  # evaluate on one pass at most
     loader: object = None
     loader_state: dict | None = None
     val_pass: object = None  # the validation split once, packed when first needed
@@ -162,6 +165,7 @@ def build(args) -> Run | None:
     run = Run(
         args, config, plan, device, rank, world_size, folder, tokenizer, get_token_bytes(device), model, model,
         optimizer, metrics.Metrics(folder, rank, wandb_run), run_hash, summary, data["val_sha"],
+        one_pass=data["source"] != "climbmix",
     )  # fmt: skip
     resume_step = _resume_step(args, folder)
     if resume_step is None:
@@ -277,22 +281,44 @@ def train_step(run: Run) -> float:
     return total.item()
 
 
+def _interruptible(run: Run, batches, steps: int):
+    """The batches under a progress bar; on one rank a signal between two of them saves and ends the process."""
+    for batch in progress(islice(batches, steps), total=steps, desc="validation", unit="batch", leave=False):
+        if run.stop and run.world_size == 1:
+            stop(run)
+        yield batch
+
+
+def stop(run: Run):
+    """After a signal: save, say how to go on, and end with 128 + its number."""
+    save(run)
+    print0(f"stopped at step {run.step}; the same command with --resume auto continues", flush=True)
+    raise SystemExit(128 + _stop_requested(run))
+
+
 def evaluate(run: Run) -> float:
-    """Validation bits per byte of the present weights: --eval-tokens of the split, or one pass over it for -1."""
+    """Validation bits per byte of the present weights on --eval-tokens of the split, or one pass over it for -1.
+
+    Never more than one pass, except on ClimbMix, whose validation shard is smaller than upstream's default.
+    """
     args = run.args
     start = time.perf_counter()
-    if args.eval_tokens < 0:
+    per_batch = args.device_batch_size * args.max_seq_len * run.world_size
+    whole = run.one_pass or args.eval_tokens < 0
+    if whole:
         run.val_pass = run.val_pass or one_pass_loader(
             run.tokenizer, args.device_batch_size, args.max_seq_len, "val", run.device
         )
-        batches, steps = run.val_pass, None
-    else:
+        batches, steps = run.val_pass, len(run.val_pass)
+    if whole and 0 <= args.eval_tokens < steps * per_batch:
+        whole = False
+    if not whole:
         batches = tokenizing_distributed_data_loader_bos_bestfit(
             run.tokenizer, args.device_batch_size, args.max_seq_len, "val", device=run.device
         )
-        steps = max(1, args.eval_tokens // (args.device_batch_size * args.max_seq_len * run.world_size))
+        steps = max(1, args.eval_tokens // per_batch)
     run.model.eval()
-    bpb = evaluate_bpb(run.compiled, batches, steps, run.token_bytes)
+    bpb = evaluate_bpb(run.compiled, _interruptible(run, batches, steps), steps, run.token_bytes)
     run.model.train()
     if math.isnan(bpb):
         raise FloatingPointError(f"validation is not a number at step {run.step}; earlier checkpoints stand")
@@ -390,7 +416,7 @@ def _listen(run: Run):
     def note(number, _):
         run.stop.append(number)
         signal.signal(number, signal.SIG_DFL)
-        print0("\nstopping after this step, saving first (again to stop at once)", flush=True)
+        print0("\nstopping soon, saving first (again to stop at once)", flush=True)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, note)
@@ -428,11 +454,9 @@ def loop(run: Run):
             gc.freeze()
             started = time.perf_counter() - STARTED
             run.log.log("start", step=run.step, startup_seconds=started, of_which_evaluation=run.evaluated)
-        if number := _stop_requested(run):
-            save(run)
+        if _stop_requested(run):
             report.bar.close()
-            print0(f"stopped at step {run.step}; the same command with --resume auto continues", flush=True)
-            raise SystemExit(128 + number)
+            stop(run)
     finish(run)
     report.bar.close()
     if run.val_bpb is not None:

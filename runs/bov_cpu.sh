@@ -7,6 +7,11 @@
 # shellcheck source=runs/_lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/_lib.sh"
 
+if [ $# -gt 0 ]; then # there are no arguments; show the lines above
+    sed -n '2,6s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    exit 2
+fi
+
 SEED=${SEED:-42}
 DEVICE=${DEVICE:-cpu}
 PROMPT="My fellow citizens,"

@@ -3,6 +3,7 @@
 python -m scripts.tok_eval
 """
 
+import argparse
 import sys
 import threading
 
@@ -96,7 +97,8 @@ def table(columns, texts):
         yield f"{kind:<16}{len(text.encode('utf-8')):>9,}" + "".join(cells + saved)
 
 
-def main():
+def main(argv=None):
+    argparse.ArgumentParser(prog="python -m scripts.tok_eval", description=__doc__.split("\n")[0]).parse_args(argv)
     ours = get_tokenizer()
     texts = {kind: text.strip() for kind, text in SAMPLES.items()}
     source = read_manifest().get("source", "climbmix").partition(":")[0]

@@ -402,6 +402,38 @@ def test_a_signal_saves_and_the_same_command_continues(number, base, monkeypatch
     assert losses(whole) == expected
 
 
+def test_a_signal_during_evaluation_saves_and_stops(base, monkeypatch):
+    expected = losses(go("--num-iterations", "8", "--model-tag", "whole").parent / "whole")
+    score, calls, handlers = train.evaluate_bpb, [], {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) == 2:  # the evaluation at step 4
+            os.kill(os.getpid(), signal.SIGINT)
+        return score(*args)
+
+    monkeypatch.setattr(train, "evaluate_bpb", interrupted)
+    try:
+        with pytest.raises(SystemExit) as end:
+            go("--num-iterations", "8")
+    finally:
+        for n, handler in handlers.items():
+            signal.signal(n, handler)
+    folder = base / "base_checkpoints" / "t"
+    assert end.value.code == 130 and list_steps(folder) == [4]
+    go("--num-iterations", "8", "--resume", "auto")
+    assert losses(folder) == expected
+
+
+def test_more_evaluation_tokens_than_there_are_mean_one_pass(base, corpus, monkeypatch):
+    identity = train.data_identity()
+    monkeypatch.setattr(train, "data_identity", lambda: identity | {"source": "text:mine"})
+    one_pass = losses(go("--num-iterations", "1", "--model-tag", "a").parent / "a", "eval", "val_bpb")
+    folder = go("--num-iterations", "1", "--model-tag", "b", "--eval-tokens", "99999999").parent / "b"
+    capped = losses(folder, "eval", "val_bpb")
+    assert capped == one_pass
+
+
 # ---------------------------------------------------------------------------- ranks
 
 
