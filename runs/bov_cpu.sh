@@ -9,6 +9,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/_lib.sh"
 
 if [ $# -gt 0 ]; then # there are no arguments; show the lines above
     sed -n '2,6s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    trap - EXIT
     exit 2
 fi
 
