@@ -315,7 +315,7 @@ def test_tok_eval_compares_with_what_is_at_hand_and_skips_the_rest(shards, monke
     capsys.readouterr()
     bytes_only = RustBPETokenizer.train_from_iterator(iter(CORPUS), 256 + len(SPECIAL_TOKENS))
     monkeypatch.setattr(tok_eval, "from_tiktoken", lambda name: bytes_only if name == "gpt2" else None)
-    tok_eval.main()
+    tok_eval.main([])
     lines = capsys.readouterr().out.splitlines()
     assert any("GPT-4" in line and "skipped" in line for line in lines)
     (row,) = [line.split() for line in lines if line.startswith("climbmix-val")]
