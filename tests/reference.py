@@ -16,8 +16,8 @@ def rotate(x, D):  # (T, D)
 def token_value(w, source, combine, coeff, H, u, x0, first, row):  # one token's value (H, D) from its own vectors
     project = w.get("attn.c_v.weight")
     s = {"residual": lambda: project @ u, "first": lambda: first, "x0": lambda: project @ rms(x0), "table": lambda: row}
-    a, b = (torch.full((1,), 0.5 if (coeff, combine) == ("fixed", "add") else 1.0) for _ in "ab")
-    a, b = w.get("attn.alpha_v", a), w.get("attn.beta_v", w.get("attn.gamma_v", w.get("attn.lambda_v", b)))
+    one = torch.full((1,), 0.5 if (coeff, combine) == ("fixed", "add") else 1.0)
+    a, b = w.get("attn.alpha_v", one), w.get("attn.beta_v", w.get("attn.gamma_v", w.get("attn.lambda_v", one)))
     b = 3 * torch.sigmoid(w["attn.ve_gate.weight"] @ u[:12]) if coeff == "gate" else b
     scaled = b.view(-1, 1) * s[source]().view(H, -1)
     return scaled if combine == "replace" else a.view(-1, 1) * (project @ u).view(H, -1) + scaled
@@ -28,9 +28,8 @@ def reference_logits(p, c, ve_layers, bank_layers, windows, ids):
     T, N, H, D, none = len(ids), c.n_head, c.n_kv_head, c.n_embd // c.n_head, [None] * len(ids)
     x = e = rms(p["transformer.wte.weight"][ids])
     if c.smear:
-        x = torch.cat(
-            [e[:1], e[1:] + p["smear_lambda"] * torch.sigmoid(e[1:, :24] @ p["smear_gate.weight"].T) * e[:-1]]
-        )
+        gate = p["smear_lambda"] * torch.sigmoid(e[1:, :24] @ p["smear_gate.weight"].T)
+        x = torch.cat([e[:1], e[1:] + gate * e[:-1]])
     x0, age, first, middle = x, torch.arange(T)[:, None] - torch.arange(T), none, None
     for i in range(c.n_layer):
         w = {name.split(f"h.{i}.")[1]: value for name, value in p.items() if f".h.{i}." in name}
@@ -44,9 +43,8 @@ def reference_logits(p, c, ve_layers, bank_layers, windows, ids):
         v = torch.stack([token_value(w, *kind, H, u[t], x0[t], first[t], rows[t]) for t in range(T)])
         heads = []
         for n in range(N):
-            q, k = (
-                rotate(u @ w[f"attn.c_{s}.weight"].view(-1, D, N * D)[j].T, D) for s, j in (("q", n), ("k", n * H // N))
-            )
+            of = {"q": n, "k": n * H // N}
+            q, k = (rotate(u @ w[f"attn.c_{s}.weight"].view(-1, D, N * D)[j].T, D) for s, j in of.items())
             scores = (q @ k.T / D**0.5).masked_fill((age < 0) | (age > windows[i]), -torch.inf)
             heads.append(scores.softmax(-1) @ v[:, n * H // N])
         x = x + torch.cat(heads, 1) @ w["attn.c_proj.weight"].T
