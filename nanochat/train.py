@@ -296,27 +296,25 @@ def stop(run: Run):
     raise SystemExit(128 + _stop_requested(run))
 
 
-def evaluate(run: Run) -> float:
-    """Validation bits per byte of the present weights on --eval-tokens of the split, or one pass over it for -1.
+def _validation(run: Run):
+    """(batches, how many of them) for --eval-tokens of the validation split, -1 for one pass over it.
 
     Never more than one pass, except on ClimbMix, whose validation shard is smaller than upstream's default.
     """
-    args = run.args
+    rows, length, wanted = run.args.device_batch_size, run.args.max_seq_len, run.args.eval_tokens
+    per_batch = rows * length * run.world_size
+    if run.one_pass or wanted < 0:
+        run.val_pass = run.val_pass or one_pass_loader(run.tokenizer, rows, length, "val", run.device)
+        if not 0 <= wanted < len(run.val_pass) * per_batch:
+            return run.val_pass, len(run.val_pass)
+    endless = tokenizing_distributed_data_loader_bos_bestfit(run.tokenizer, rows, length, "val", device=run.device)
+    return endless, max(1, wanted // per_batch)
+
+
+def evaluate(run: Run) -> float:
+    """Validation bits per byte of the present weights; FloatingPointError when that is not a number."""
     start = time.perf_counter()
-    per_batch = args.device_batch_size * args.max_seq_len * run.world_size
-    whole = run.one_pass or args.eval_tokens < 0
-    if whole:
-        run.val_pass = run.val_pass or one_pass_loader(
-            run.tokenizer, args.device_batch_size, args.max_seq_len, "val", run.device
-        )
-        batches, steps = run.val_pass, len(run.val_pass)
-    if whole and 0 <= args.eval_tokens < steps * per_batch:
-        whole = False
-    if not whole:
-        batches = tokenizing_distributed_data_loader_bos_bestfit(
-            run.tokenizer, args.device_batch_size, args.max_seq_len, "val", device=run.device
-        )
-        steps = max(1, args.eval_tokens // per_batch)
+    batches, steps = _validation(run)
     run.model.eval()
     bpb = evaluate_bpb(run.compiled, _interruptible(run, batches, steps), steps, run.token_bytes)
     run.model.train()

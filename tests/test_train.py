@@ -58,6 +58,15 @@ def base(corpus, tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.fixture(autouse=True)
+def handlers():
+    """A run listens to signals; afterwards they are the test runner's again."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 def go(*more):
     train.train(flags(*more))
     return Path(os.environ["NANOCHAT_BASE_DIR"], "base_checkpoints", "t")
@@ -381,7 +390,7 @@ def test_a_resumed_run_has_the_same_losses_and_weights_to_the_bit(preset, base, 
 def test_a_signal_saves_and_the_same_command_continues(number, base, monkeypatch, capsys):
     whole = go("--num-iterations", "8", "--model-tag", "whole")
     expected = losses(base / "base_checkpoints" / "whole")
-    step, handlers = train.train_step, {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+    step = train.train_step
 
     def interrupted(run):
         if run.step == 4:
@@ -389,12 +398,8 @@ def test_a_signal_saves_and_the_same_command_continues(number, base, monkeypatch
         return step(run)
 
     monkeypatch.setattr(train, "train_step", interrupted)
-    try:
-        with pytest.raises(SystemExit) as end:
-            go("--num-iterations", "8")
-    finally:
-        for n, handler in handlers.items():
-            signal.signal(n, handler)
+    with pytest.raises(SystemExit) as end:
+        go("--num-iterations", "8")
     assert end.value.code == 128 + number and list_steps(whole) == [5]
     assert "--resume auto continues" in capsys.readouterr().out
     monkeypatch.setattr(train, "train_step", step)
@@ -404,7 +409,7 @@ def test_a_signal_saves_and_the_same_command_continues(number, base, monkeypatch
 
 def test_a_signal_during_evaluation_saves_and_stops(base, monkeypatch):
     expected = losses(go("--num-iterations", "8", "--model-tag", "whole").parent / "whole")
-    score, calls, handlers = train.evaluate_bpb, [], {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+    score, calls = train.evaluate_bpb, []
 
     def interrupted(*args):
         calls.append(args)
@@ -413,12 +418,8 @@ def test_a_signal_during_evaluation_saves_and_stops(base, monkeypatch):
         return score(*args)
 
     monkeypatch.setattr(train, "evaluate_bpb", interrupted)
-    try:
-        with pytest.raises(SystemExit) as end:
-            go("--num-iterations", "8")
-    finally:
-        for n, handler in handlers.items():
-            signal.signal(n, handler)
+    with pytest.raises(SystemExit) as end:
+        go("--num-iterations", "8")
     folder = base / "base_checkpoints" / "t"
     assert end.value.code == 130 and list_steps(folder) == [4]
     go("--num-iterations", "8", "--resume", "auto")
