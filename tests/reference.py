@@ -26,11 +26,10 @@ def token_value(w, source, combine, coeff, H, u, x0, first, row):  # one token's
 def reference_logits(p, c, ve_layers, bank_layers, windows, ids):
     """p: state dict, c: config, windows: left window per layer, ids: list of T tokens -> (T, vocab)."""
     T, N, H, D, none = len(ids), c.n_head, c.n_kv_head, c.n_embd // c.n_head, [None] * len(ids)
-    x = e = rms(p["transformer.wte.weight"][ids])
-    if c.smear:
-        gate = p["smear_lambda"] * torch.sigmoid(e[1:, :24] @ p["smear_gate.weight"].T)
-        x = torch.cat([e[:1], e[1:] + gate * e[:-1]])
-    x0, age, first, middle = x, torch.arange(T)[:, None] - torch.arange(T), none, None
+    e = rms(p["transformer.wte.weight"][ids])
+    gate = p["smear_lambda"] * torch.sigmoid(e[1:, :24] @ p["smear_gate.weight"].T) if c.smear else 0
+    x = x0 = torch.cat([e[:1], e[1:] + gate * e[:-1]])
+    age, first, middle = torch.arange(T)[:, None] - torch.arange(T), none, None
     for i in range(c.n_layer):
         w = {name.split(f"h.{i}.")[1]: value for name, value in p.items() if f".h.{i}." in name}
         x = p["resid_lambdas"][i] * x + p["x0_lambdas"][i] * x0 if c.trunk == "full" else x
@@ -41,12 +40,10 @@ def reference_logits(p, c, ve_layers, bank_layers, windows, ids):
         key = min(bank_layers) if i in bank_layers and c.bov_shared else i
         rows = p[f"value_embeds.{key}.weight"][ids] if kind[0] == "table" else none
         v = torch.stack([token_value(w, *kind, H, u[t], x0[t], first[t], rows[t]) for t in range(T)])
-        heads = []
-        for n in range(N):
-            of = {"q": n, "k": n * H // N}
-            q, k = (rotate(u @ w[f"attn.c_{s}.weight"].view(-1, D, N * D)[j].T, D) for s, j in of.items())
-            scores = (q @ k.T / D**0.5).masked_fill((age < 0) | (age > windows[i]), -torch.inf)
-            heads.append(scores.softmax(-1) @ v[:, n * H // N])
+        q, k = ([rotate(u @ a.T, D) for a in w[f"attn.c_{s}.weight"].view(-1, D, N * D)] for s in "qk")
+        hidden = (age < 0) | (age > windows[i])
+        scores = [(q[n] @ k[n * H // N].T / D**0.5).masked_fill(hidden, -torch.inf) for n in range(N)]
+        heads = [scores[n].softmax(-1) @ v[:, n * H // N] for n in range(N)]
         x = x + torch.cat(heads, 1) @ w["attn.c_proj.weight"].T
         x = x + torch.relu(rms(x) @ w["mlp.c_fc.weight"].T).square() @ w["mlp.c_proj.weight"].T
         middle = x if i == c.n_layer // 2 else middle
