@@ -9,6 +9,7 @@ Results go to the screen and to base_eval/<tag>_<step>.json in the base director
 import argparse
 import os
 import sys
+from itertools import islice
 
 from nanochat.checkpoint_manager import build_model, resolve_checkpoint
 from nanochat.common import (
@@ -87,8 +88,9 @@ def evaluate_splits(model, tokenizer, device, batch_size, split_tokens):
     results = {}
     for split, (loader, steps) in jobs.items():
         print0(f"{split} bpb over {steps} batches")
-        with progress(loader, total=steps, desc=f"{split} bpb") as batches:
-            results[split] = evaluate_bpb(model, batches, steps, token_bytes)
+        # read to its end, since a bar counts a batch only when the next one is asked for
+        with progress(islice(loader, steps), total=steps, desc=f"{split} bpb") as batches:
+            results[split] = evaluate_bpb(model, batches, None, token_bytes)
     return results
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -128,6 +129,16 @@ def test_samples_and_core_line(here, capsys):
     assert len(samples["conditioned"]) == 7 and len(samples["unconditioned"]) == 8
     assert all(text.startswith(prompt) for text, prompt in zip(samples["conditioned"], base_eval.PROMPTS, strict=True))
     assert "CORE evaluation is not in this version" in shown and "bpb" not in result(here)
+
+
+@pytest.mark.parametrize(("tokens", "splits"), [("100", {"train", "val"}), ("-1", {"val"})], ids=["tokens", "one-pass"])
+def test_progress_bars_end_at_the_number_of_batches(here, monkeypatch, capsys, tokens, splits):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    evaluate("--eval", "bpb", f"--split-tokens={tokens}")
+    shown = capsys.readouterr()
+    steps = dict(re.findall(r"(\w+) bpb over (\d+) batches", shown.out))
+    ends = {split: re.findall(rf"{split} bpb: +(\d+)%.*? (\d+)/(\d+) ", shown.err)[-1] for split in steps}
+    assert set(steps) == splits and ends == {split: ("100", count, count) for split, count in steps.items()}
 
 
 @pytest.mark.parametrize(
