@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +41,7 @@ def base_dir(tmp_path_factory):
 @pytest.fixture
 def here(base_dir, monkeypatch):
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(base_dir))
+    shutil.rmtree(base_dir / "base_eval", ignore_errors=True)
     return base_dir
 
 
@@ -105,8 +107,12 @@ def evaluate(*options):
     base_eval.main(["--device-type", "cpu", "--device-batch-size", "2", *options])
 
 
+def result_path(folder):
+    return folder / "base_eval" / "tiny_000002.json"
+
+
 def result(folder):
-    return json.loads((folder / "base_eval" / "tiny_000002.json").read_text())
+    return json.loads(result_path(folder).read_text())
 
 
 def test_bpb_of_both_splits_is_written_with_the_hash_of_the_data(here, capsys):
@@ -115,6 +121,7 @@ def test_bpb_of_both_splits_is_written_with_the_hash_of_the_data(here, capsys):
     assert found["model_tag"] == "tiny" and found["step"] == 2 and found["compute_dtype"] == "float32"
     assert set(found["bpb"]) == {"train", "val"} and all(1 < value < 40 for value in found["bpb"].values())
     assert found["val_sha256"] == file_sha256(here / "base_data_climbmix" / "shard_06542.parquet")
+    assert found["checkpoint_sha256"] == file_sha256(here / "base_checkpoints" / "tiny" / "model_000002.pt")
     assert f"val bpb: {found['bpb']['val']:.6f}" in capsys.readouterr().out
 
 
@@ -152,3 +159,90 @@ def test_progress_bars_end_at_the_number_of_batches(here, monkeypatch, capsys, t
 def test_eval_refuses(here, options, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         evaluate(*options)
+
+
+SAMPLES = {"conditioned": ["a"], "unconditioned": ["b"]}
+BPB = ("--eval", "bpb", "--split-tokens", "64")
+
+
+@pytest.fixture
+def quick_samples(monkeypatch):
+    monkeypatch.setattr(base_eval, "evaluate_samples", lambda model, tokenizer: SAMPLES)
+
+
+def change(folder, **values):
+    result_path(folder).write_text(json.dumps(result(folder) | values))
+
+
+@pytest.mark.parametrize("order", [("sample", "bpb"), ("bpb", "sample")], ids="-".join)
+def test_runs_of_different_modes_add_up_to_what_one_run_writes(here, quick_samples, order):
+    evaluate("--eval", "bpb,sample", "--split-tokens", "64")
+    at_once = result(here)
+    result_path(here).unlink()
+    for mode in order:
+        evaluate("--eval", mode, "--split-tokens", "64")
+    assert result(here) == at_once and at_once["samples"] == SAMPLES
+
+
+def test_a_mode_that_runs_again_replaces_all_its_keys(here, quick_samples):
+    evaluate(*BPB)
+    evaluate("--eval", "sample")
+    evaluate("--eval", "bpb", "--split-tokens=-1")
+    found = result(here)
+    assert set(found["bpb"]) == {"val"} and found["split_tokens"] == -1 and found["samples"] == SAMPLES
+
+
+@pytest.mark.parametrize("key", [*base_eval.MADE_FROM, "val_sha256"])
+def test_bpb_of_another_model_or_other_data_is_dropped_in_one_line(here, quick_samples, capsys, key):
+    evaluate(*BPB)
+    change(here, **{key: "another"})
+    capsys.readouterr()
+    evaluate("--eval", "sample")
+    found, lines = result(here), capsys.readouterr().out.splitlines()
+    assert found["samples"] == SAMPLES and not found.keys() & {"bpb", "split_tokens", "val_sha256"}
+    assert [line for line in lines if "dropped" in line] == [f"earlier bpb dropped: made with another {key}"]
+
+
+@pytest.mark.parametrize(("key", "kept"), [("checkpoint_sha256", False), ("val_sha256", True)])
+def test_samples_depend_on_the_model_and_not_on_the_validation_shard(here, quick_samples, key, kept):
+    evaluate("--eval", "sample")
+    change(here, **{key: "another"})
+    evaluate(*BPB)
+    assert ("samples" in result(here)) == kept and "bpb" in result(here)
+
+
+def test_bpb_is_kept_where_there_is_no_data_to_compare_with(here, quick_samples, monkeypatch):
+    evaluate(*BPB)
+    before = result(here)
+    with monkeypatch.context() as m:
+        m.setattr("nanochat.dataset.get_data_dir", lambda: str(here / "nowhere"))
+        evaluate("--eval", "sample")
+    assert result(here) == before | {"samples": SAMPLES}
+
+
+@pytest.mark.parametrize("text", ['{"bpb": {"val"', "[1, 2]", "7"])
+def test_a_damaged_file_does_not_cost_the_evaluation(here, quick_samples, capsys, text):
+    result_path(here).parent.mkdir()
+    result_path(here).write_text(text)
+    evaluate("--eval", "sample")
+    assert result(here)["samples"] == SAMPLES and "written anew" in capsys.readouterr().out
+
+
+def test_a_write_that_fails_leaves_the_earlier_results(here, quick_samples, monkeypatch):
+    evaluate(*BPB)
+    before = result(here)
+
+    def full(fd):
+        raise OSError("disk full")
+
+    monkeypatch.setattr("nanochat.common.os.fsync", full)
+    with pytest.raises(OSError, match="disk full"):
+        evaluate("--eval", "sample")
+    assert result(here) == before and list(result_path(here).parent.iterdir()) == [result_path(here)]
+
+
+def test_help_names_every_default(capsys):
+    with pytest.raises(SystemExit):
+        base_eval.parse_args(["--help"])
+    flags = re.split(r"\n  --", capsys.readouterr().out.split("options:")[1])[1:]
+    assert len(flags) == 7 and all(re.search(r"\(default:\s.*\)", flag, re.DOTALL) for flag in flags)
