@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
+from nanochat.bov.decode import History
 from nanochat.common import COMPUTE_DTYPE
 
 # ---------------------------------------------------------------------------- calculator
@@ -80,34 +81,54 @@ def _count(node):
 class KVCache:
     """Keys and values of every layer, plus the state that lets a forward continue where the last one ended.
 
+    `value_layers`: the layers whose V is kept; None keeps all. With layers left out, `history` keeps the token ids once
+    for all of them (nanochat/bov/decode.py), and `get_layer_cache` gives None for their V.
     `k_cache`, `v_cache` (L, B, T, H, D) are views of storage (L, B, H, T, D), so that attention reads each head
-    contiguously. `cache_seqlens` (B,) int32 counts the filled positions, the same in all rows; `get_pos()` is that
-    number without asking the device. `prev_embedding` (B, 1, C) is the last token's embedding, kept for the smear.
+    contiguously. `cache_seqlens` (B,) int32 counts the filled positions; `get_pos()` is the largest of them, without
+    asking the device. `prev_embedding` (B, 1, C) is the last token's embedding, kept for the smear.
     """
 
-    def __init__(self, batch_size, num_heads, seq_len, head_dim, num_layers, device, dtype):
-        storage = (num_layers, batch_size, num_heads, seq_len, head_dim)
+    def __init__(
+        self, batch_size, num_heads, seq_len, head_dim, num_layers, device, dtype, *, value_layers=None, strategy="auto"
+    ):
         self.batch_size, self.max_seq_len = batch_size, seq_len
         self.n_layers, self.n_heads, self.head_dim = num_layers, num_heads, head_dim
-        self.k_cache = torch.zeros(storage, device=device, dtype=dtype).transpose(2, 3)
-        self.v_cache = torch.zeros(storage, device=device, dtype=dtype).transpose(2, 3)
+        kept = tuple(range(num_layers)) if value_layers is None else tuple(value_layers)
+        self._value_index = {layer: i for i, layer in enumerate(kept)}
+        row = (batch_size, num_heads, seq_len, head_dim)
+        self.k_cache = torch.zeros((num_layers, *row), device=device, dtype=dtype).transpose(2, 3)
+        self.v_cache = torch.zeros((len(kept), *row), device=device, dtype=dtype).transpose(2, 3)
+        self.history = History(batch_size, seq_len, device, strategy) if len(kept) < num_layers else None
         self.cache_seqlens = torch.zeros(batch_size, dtype=torch.int32, device=device)
         self.prev_embedding = None
-        self._pos = 0
+        self._pos = self._shortest = 0
 
     def reset(self):
         """Forget everything; the memory stays."""
         self.cache_seqlens.zero_()
         self.prev_embedding = None
-        self._pos = 0
+        self._pos = self._shortest = 0
+        if self.history is not None:
+            self.history.reset()
 
     def get_pos(self) -> int:
-        """Filled positions."""
+        """Filled positions, of the longest row."""
         return self._pos
 
+    @property
+    def offset(self):
+        """Where each row continues: an int when all rows are equally long, else `cache_seqlens`."""
+        return self._pos if self._pos == self._shortest else self.cache_seqlens
+
     def get_layer_cache(self, layer_idx):
-        """(keys, values) of one layer, views of shape (B, T, H, D)."""
-        return self.k_cache[layer_idx], self.v_cache[layer_idx]
+        """(keys, values) of one layer, views of shape (B, T, H, D); values None where they are not kept."""
+        index = self._value_index.get(layer_idx)
+        return self.k_cache[layer_idx], None if index is None else self.v_cache[index]
+
+    def append_ids(self, idx):
+        """Take the token ids idx (B, T) of a forward, once, before its layers run."""
+        if self.history is not None:
+            self.history.append(idx)
 
     def check(self, num_tokens):
         """Raises ValueError when `num_tokens` more do not fit; a forward calls it before it writes."""
@@ -121,6 +142,7 @@ class KVCache:
         """Count `num_tokens` more positions as filled; ValueError past the end."""
         self.check(num_tokens)
         self._pos += num_tokens
+        self._shortest += num_tokens
         self.cache_seqlens += num_tokens
 
     def prefill(self, other):
@@ -128,21 +150,49 @@ class KVCache:
 
         Raises ValueError when this cache is not empty, too short, or of another shape.
         """
-        shape, source = (self.n_layers, self.n_heads, self.head_dim), (other.n_layers, other.n_heads, other.head_dim)
-        if self._pos:
-            raise ValueError(f"prefill needs an empty KV cache: {self._pos} positions are filled; call reset() first")
-        if shape != source or other.batch_size not in (1, self.batch_size):
-            raise ValueError(
-                f"prefill from (layers, heads, head_dim) {source} and {other.batch_size} rows into {shape} and "
-                f"{self.batch_size} rows"
-            )
-        self.check(other.get_pos())
-        filled = slice(0, other.get_pos())
-        self.k_cache[:, :, filled] = other.k_cache[:, :, filled]
-        self.v_cache[:, :, filled] = other.v_cache[:, :, filled]
-        self.advance(other.get_pos())
+        self._check_source(other, rows=(1, self.batch_size))
+        self._copy(other, slice(None))
+        self.cache_seqlens.copy_(other.cache_seqlens.expand_as(self.cache_seqlens))
+        self._pos, self._shortest = other._pos, other._shortest
+        if self.history is not None:
+            self.history.prefill(other.history)
         if other.prev_embedding is not None:
             self.prev_embedding = other.prev_embedding.expand(self.batch_size, -1, -1).clone()
+
+    def prefill_rows(self, others):
+        """Start row by row from caches of one row each, whose lengths may differ.
+
+        Raises ValueError as `prefill`, and when there are not as many caches as rows.
+        """
+        if len(others) != self.batch_size:
+            raise ValueError(f"{len(others)} caches for {self.batch_size} rows")
+        for other in others:
+            self._check_source(other, rows=(1,))
+        for row, other in enumerate(others):
+            self._copy(other, slice(row, row + 1))
+            self.cache_seqlens[row] = other.get_pos()
+        lengths = [other.get_pos() for other in others]
+        self._pos, self._shortest = max(lengths), min(lengths)
+        if self.history is not None:
+            self.history.prefill_rows([other.history for other in others])
+        if others[0].prev_embedding is not None:
+            self.prev_embedding = torch.cat([other.prev_embedding for other in others])
+
+    def _check_source(self, other, rows):
+        shape, source = ((c.n_layers, c.n_heads, c.head_dim, tuple(c._value_index)) for c in (self, other))
+        if self._pos:
+            raise ValueError(f"prefill needs an empty KV cache: {self._pos} positions are filled; call reset() first")
+        if shape != source or other.batch_size not in rows:
+            raise ValueError(
+                f"prefill from (layers, heads, head_dim, layers with V) {source} and {other.batch_size} rows into "
+                f"{shape} and {self.batch_size} rows"
+            )
+        self.check(other.get_pos())
+
+    def _copy(self, other, rows):
+        filled = slice(0, other.get_pos())
+        self.k_cache[:, rows, filled] = other.k_cache[:, :, filled]
+        self.v_cache[:, rows, filled] = other.v_cache[:, :, filled]
 
 
 # ---------------------------------------------------------------------------- sampling

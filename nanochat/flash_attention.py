@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from nanochat.bov.compiled import Fused
 from nanochat.common import COMPUTE_DTYPE
-from nanochat.fused import Fused
 
 
 def _activate_fa3() -> bool:
@@ -91,7 +91,7 @@ BLOCKED_LENGTH = 512  # above it there are more shapes to compile and the stored
 
 
 def _uses_blocks(length) -> bool:
-    return Fused.compiled and length <= BLOCKED_LENGTH
+    return _probabilities.compiled and length <= BLOCKED_LENGTH
 
 
 def _blocks(T, left):
@@ -193,23 +193,45 @@ def flash_attn_with_kvcache(
 ):
     """Write k, v (B, T, H, D) into the caches (B, T_max, H, D) at cache_seqlens and attend to all that is there.
 
-    q (B, T, N, D) -> (B, T, N, D). cache_seqlens: an int, or an int32 tensor (B,) whose rows are equal.
+    q (B, T, N, D) -> (B, T, N, D). cache_seqlens, filled positions before the write: an int, or an integer tensor (B,)
+    when rows differ (on a GPU cut the caches to the longest row before: only a CPU is asked for it here).
     Raises ValueError, before anything is written, when the cache is too short; and on causal=False with T > 1.
     """
     T = q.size(1)
     if not causal and T > 1:
         raise ValueError("flash_attn_with_kvcache attends causally; pass causal=True")
-    start = cache_seqlens if isinstance(cache_seqlens, int) else int(cache_seqlens[0])
-    end = start + (T if k is not None else 0)
+    if not isinstance(cache_seqlens, int):
+        return _rows_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens, window_size[0])
+    start, end = cache_seqlens, cache_seqlens + (T if k is not None else 0)
     if end > k_cache.size(1):
         raise ValueError(f"the KV cache holds {k_cache.size(1)} tokens, {end} are needed")
     if k is not None:
         k_cache[:, start:end] = k
         v_cache[:, start:end] = v
-        if start == 0 and BACKEND != "sdpa":
-            return _varlen(q, k, v, window_size[0])
+    if end == T and BACKEND != "sdpa":
+        return _varlen(q, k_cache[:, :end], v_cache[:, :end], window_size[0])
     keys, values = (cache[:, :end].transpose(1, 2) for cache in (k_cache, v_cache))
     return _sdpa(q.transpose(1, 2), keys, values, window_size[0]).transpose(1, 2)
+
+
+def _rows_with_kvcache(q, k_cache, v_cache, k, v, lengths, left):
+    """flash_attn_with_kvcache for rows of different lengths (B,): a mask per row, and no question to the device."""
+    T, device = q.size(1), q.device
+    if device.type == "cpu":
+        end = int(lengths.max()) + (T if k is not None else 0)
+        if end > k_cache.size(1):
+            raise ValueError(f"the KV cache holds {k_cache.size(1)} tokens, {end} are needed")
+        k_cache, v_cache = k_cache[:, :end], v_cache[:, :end]
+    if k is not None:
+        at = torch.arange(len(q), device=device)[:, None], lengths[:, None].long() + torch.arange(T, device=device)
+        k_cache[at], v_cache[at] = k, v
+        lengths = lengths + T
+    query = (lengths[:, None] - T + torch.arange(T, device=device))[:, None, :, None]
+    key = torch.arange(k_cache.size(1), device=device)
+    mask = (key <= query) & (query - key <= (k_cache.size(1) if left < 0 else left))
+    heads = (t.transpose(1, 2) for t in (q, k_cache, v_cache))
+    y = F.scaled_dot_product_attention(*heads, attn_mask=mask, enable_gqa=q.size(2) != k_cache.size(2))
+    return y.transpose(1, 2)
 
 
 flash_attn = SimpleNamespace(flash_attn_func=flash_attn_func, flash_attn_with_kvcache=flash_attn_with_kvcache)

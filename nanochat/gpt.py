@@ -11,9 +11,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from nanochat.bov import host
+from nanochat.bov.compiled import Fused
 from nanochat.common import COMPUTE_DTYPE
 from nanochat.flash_attention import flash_attn
-from nanochat.fused import Fused
 from nanochat.head import head_logits, head_loss
 from nanochat.optim import MuonAdamW, param_groups
 
@@ -122,19 +122,23 @@ class CausalSelfAttention(nn.Module):
         B, T, _ = x.shape
         q = self.c_q(x).view(B, T, self.n_head, self.head_dim)
         k = self.c_k(x).view(B, T, self.n_kv_head, self.head_dim)
-        v = host.value(self, x, ve)
         q, k = position_and_norm(q, *cos_sin), position_and_norm(k, *cos_sin)
         if kv_cache is None:
+            v = host.value(self, x, ve)
             y = flash_attn.flash_attn_func(q, k, v, causal=True, window_size=window_size)
         else:
-            k_cache, v_cache = kv_cache.get_layer_cache(self.layer_idx)
-            start = kv_cache.get_pos()
-            y = flash_attn.flash_attn_with_kvcache(
-                q, k_cache, v_cache, k=k, v=v, cache_seqlens=start, causal=True, window_size=window_size
-            )
-            if self.layer_idx == kv_cache.n_layers - 1:
-                kv_cache.advance(T)
+            y = self._attend_cached(q, k, x, ve, window_size, kv_cache)
         return self.c_proj(y.reshape(B, T, self.n_embd))
+
+    def _attend_cached(self, q, k, x, ve, window_size, kv_cache):
+        """The same with all that is cached: writes k, and v where the layer keeps it."""
+        k_cache, v_cache = kv_cache.get_layer_cache(self.layer_idx)
+        attend = flash_attn.flash_attn_with_kvcache
+        if v_cache is None:
+            return host.attend(self, q, k, kv_cache, window_size, attend)
+        end = kv_cache.get_pos() + q.size(1)
+        new = dict(k=k, v=host.value(self, x, ve), cache_seqlens=kv_cache.offset)
+        return attend(q, k_cache[:, :end], v_cache[:, :end], **new, causal=True, window_size=window_size)
 
 
 class MLP(nn.Module):
@@ -246,13 +250,10 @@ class GPT(nn.Module):
     def trunk(self, idx, kv_cache=None):
         """Everything before the head: idx (B, T) -> normed residual (B, T, C)."""
         T = idx.size(1)
-        start = 0
+        cos_sin = self._positions(T, kv_cache)
         if kv_cache is not None:
             kv_cache.check(T)
-            start = kv_cache.get_pos()
-        if start + T > self.cos.size(1):
-            raise ValueError(f"position {start + T} is past the rotary table of {self.cos.size(1)}; shorten the text")
-        cos_sin = self.cos[:, start : start + T], self.sin[:, start : start + T]
+            kv_cache.append_ids(idx)
         x = norm(self.transformer.wte(idx).to(COMPUTE_DTYPE))
         if self.config.smear:
             x = self._smear(x, kv_cache)
@@ -260,12 +261,24 @@ class GPT(nn.Module):
         for i, block in enumerate(self.transformer.h):
             if self.resid_lambdas is not None:
                 x = blend(self.resid_lambdas[i], x, self.x0_lambdas[i], x0)
-            x = block(x, block.attn.bank.source(idx, x0), cos_sin, self.window_sizes[i], kv_cache)
+            x = block(x, block.attn.bank.source(idx, x0, kv_cache), cos_sin, self.window_sizes[i], kv_cache)
             if i == self.config.n_layer // 2:
                 middle = x
+        if kv_cache is not None:
+            kv_cache.advance(T)
         if self.backout_lambda is not None:
             x = x - self.backout_lambda.to(x.dtype) * middle
         return norm(x)
+
+    def _positions(self, T, kv_cache):
+        """cos and sin (1 or B, T, 1, D/2) of the next T positions."""
+        start = 0 if kv_cache is None else kv_cache.get_pos()
+        if start + T > self.cos.size(1):
+            raise ValueError(f"position {start + T} is past the rotary table of {self.cos.size(1)}; shorten the text")
+        if kv_cache is None or isinstance(kv_cache.offset, int):
+            return self.cos[:, start : start + T], self.sin[:, start : start + T]
+        at = kv_cache.offset[:, None] + torch.arange(T, device=kv_cache.offset.device)
+        return self.cos[0, at], self.sin[0, at]
 
     def _smear(self, x, kv_cache):
         """Add a gated share of the previous token's embedding: x (B, T, C). The cache remembers the last embedding."""

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from nanochat.fused import Fused
+from nanochat.bov.compiled import Fused
 
 SOFTCAP = 15.0
 ROWS_PER_CHUNK = 512  # of one matmul

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from nanochat import STARTED, flash_attention, metrics
 from nanochat.bov import host
+from nanochat.bov.compiled import compile_fused, cpp_compiler
 from nanochat.checkpoint_manager import (
     find_last_step,
     list_steps,
@@ -48,7 +49,6 @@ from nanochat.dataloader import (
 )
 from nanochat.dataset import data_identity
 from nanochat.engine import Engine
-from nanochat.fused import compile_fused, cpp_compiler
 from nanochat.gpt import GPT, GPTConfig, config_to_dict
 from nanochat.loss_eval import evaluate_bpb
 from nanochat.plan import meta_model, plan_run, plan_summary

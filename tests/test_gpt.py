@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from models import build
-from nanochat import flash_attention, fused
+from nanochat import flash_attention
+from nanochat.bov.compiled import Fused, compile_fused, cpp_compiler
 from nanochat.bov.presets import PRESETS, preset
 from nanochat.flash_attention import flash_attn_func, flash_attn_with_kvcache
-from nanochat.fused import Fused
 from nanochat.gpt import GPT, GPTConfig, config_from_dict, config_to_dict, window_sizes
 from nanochat.head import head_logits, head_loss
 
@@ -233,13 +233,12 @@ def test_chunked_loss_equals_cross_entropy_of_the_logits(reduction):
 @pytest.fixture
 def compiled():
     """The element-wise parts in their compiled form, as in a training run on a CPU."""
-    if fused.cpp_compiler() is None:
+    if cpp_compiler() is None:
         pytest.skip("no C++ compiler here: nothing is compiled on a CPU without one")
-    fused.compile_fused()
+    compile_fused()
     yield
-    Fused.compiled = False
     for part in Fused.every:
-        part.run = part.function
+        part.reset()
 
 
 def test_compiled_parts_give_the_eager_losses_and_gradients(compiled):

@@ -15,10 +15,11 @@ import torch
 import torch.multiprocessing as mp
 
 from models import randomise_
-from nanochat import fused, metrics, train
+from nanochat import metrics, train
+from nanochat.bov import compiled
+from nanochat.bov.compiled import Fused
 from nanochat.checkpoint_manager import list_steps, load_checkpoint
 from nanochat.common import compute_cleanup
-from nanochat.fused import Fused
 from nanochat.plan import plan_run, plan_summary
 from nanochat.tokenizer import RustBPETokenizer, save_token_bytes
 from scripts import base_train
@@ -350,11 +351,11 @@ def test_an_evaluation_is_noted_in_the_checkpoint_of_its_own_step(finished):
 
 
 def test_a_compiler_that_cannot_build_leaves_everything_eager(monkeypatch):
-    monkeypatch.setattr(fused, "cpp_compiler", lambda: "/bin/false")
+    monkeypatch.setattr(compiled, "cpp_compiler", lambda: "/bin/false")
     torch._dynamo.reset()
     with torch._inductor.config.patch({"force_disable_caches": True}):
         model, problem = train.compile_model(None, torch.device("cpu"))
-    assert problem and not Fused.compiled and all(part.run is part.function for part in Fused.every)
+    assert problem and all(part.run is part.function and not part.compiled for part in Fused.every)
 
 
 def test_going_back_to_a_step_gives_up_the_later_ones(finished, capsys):

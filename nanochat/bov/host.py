@@ -11,8 +11,9 @@ import argparse
 import torch
 import torch.nn as nn
 
-from nanochat.bov import values
+from nanochat.bov import decode, values
 from nanochat.bov.layers import GRAMMAR, parse_layers
+from nanochat.bov.placement import OnDevice
 from nanochat.bov.presets import preset
 from nanochat.bov.spec import ValueSpec, layer_specs
 
@@ -33,17 +34,26 @@ AXES = {
 class Bank:
     """What one layer needs to make its value: its spec, its table, and layer 0's record for source `first`.
 
-    A plain object: parameters stay on the attention module and on model.value_embeds.
+    A plain object: parameters stay on the attention module and on model.value_embeds. `rows` is where the rows come
+    from while decoding (placement.py).
     """
 
     def __init__(self, spec: ValueSpec, table=None, origin=None):
         self.spec, self.table, self.origin = spec, table, origin
+        self.rows = None if table is None else OnDevice(table)
         self.records = self.releases = False
         self.first = None
 
-    def source(self, idx, x0):
-        """The `ve` argument of the layer: idx (B, T), x0 (B, T, C) -> (B, T, H*D), (B, T, C) for x0, or None."""
+    def source(self, idx, x0, kv_cache=None):
+        """The `ve` argument of the layer: idx (B, T), x0 (B, T, C) -> (B, T, H*D), (B, T, C) for x0, or None.
+
+        None also where the cache keeps no V of the layer: `attend` finds the rows itself.
+        """
         if self.spec.source == "table":
+            if not self.spec.caches_value and kv_cache is not None and kv_cache.history is not None:
+                return None
+            if self.rows.weight is None:
+                return self.rows.fetch(idx.flatten()).view(*idx.shape, -1).to(x0.dtype)
             return self.table(idx).to(x0.dtype)
         if self.spec.source == "x0":
             return nn.functional.rms_norm(x0, (x0.size(-1),))
@@ -69,6 +79,18 @@ def value(attn, x, ve):
     coefficients = {name: attn.get_parameter(name) for name in spec.coefficients(attn.n_kv_head)}
     gates = values.gate(x, attn.ve_gate.weight) if spec.gated else None
     return values.mix(spec, own, source, coefficients, gates)
+
+
+def attend(attn, q, k, kv_cache, window, dense):
+    """Attention of a layer whose V is not cached: q (B, T, N, D), k (B, T, H, D) of the new tokens -> (B, T, N, D).
+
+    Writes k into the cache. window: (left, right); dense: the host's flash_attn_with_kvcache.
+    """
+    history, bank = kv_cache.history, attn.bank
+    keys = history.write(kv_cache.get_layer_cache(attn.layer_idx)[0], k)
+    coeff = next((attn.get_parameter(name) for name in bank.spec.coefficients(attn.n_kv_head)), None)
+    options = dict(coeff=coeff, window=window[0], strategy=history.strategy, dense=dense)
+    return decode.attend(q, keys, bank.rows, history, **options)
 
 
 def axes_of(config) -> dict:

@@ -1,4 +1,4 @@
-"""Small element-wise functions that a compiler turns into one pass over memory each.
+"""Small functions that a compiler turns into one pass over memory each.
 
 On CUDA the whole model is compiled and they are part of it. On a CPU compiling the model takes longer than many runs;
 compiling these few functions alone takes seconds and gives the same speed.
@@ -12,18 +12,25 @@ import torch
 
 
 class Fused:
-    """A function that runs as written until compile_fused(), then in its compiled form."""
+    """A function that runs as written until compile_fused(), then in its compiled form.
+
+    dynamic=False: for training, compiled once per shape; dynamic=True: for decoding, once for all lengths.
+    """
 
     every: list = []
-    compiled = False
 
-    def __init__(self, function):
+    def __init__(self, function, dynamic=False):
         self.run = self.function = function
+        self.dynamic, self.compiled = dynamic, False
         self.__doc__ = function.__doc__
         Fused.every.append(self)
 
     def __call__(self, *args):
         return self.run(*args)
+
+    def reset(self):
+        """Run as written again."""
+        self.run, self.compiled = self.function, False
 
 
 def cpp_compiler() -> str | None:
@@ -44,13 +51,15 @@ def _skip_trial_builds():
         torch._inductor.config.cpp.vec_isa_ok = True
 
 
-def compile_fused() -> str | None:
-    """Compile every Fused function from now on (at its first call).
+def compile_fused(dynamic=False) -> str | None:
+    """Compile the Fused functions of training (dynamic=False) or decoding (True) from now on, at their first call.
 
     Returns None, or why the compiler cannot build what torch gives it (no Python.h, say); then all stay as written.
     """
     import torch._inductor.config
 
+    if cpp_compiler() is None:
+        return "no C++ compiler found"
     torch._inductor.config.cpp.cxx = (None, cpp_compiler())
     _skip_trial_builds()
     try:
@@ -58,6 +67,6 @@ def compile_fused() -> str | None:
     except Exception as error:  # inductor raises many kinds
         return next((line for line in str(error).splitlines() if "error:" in line), type(error).__name__).strip()
     for fused in Fused.every:
-        fused.run = torch.compile(fused.function, dynamic=False)
-    Fused.compiled = True
+        if fused.dynamic == dynamic:
+            fused.run, fused.compiled = torch.compile(fused.function, dynamic=dynamic), True
     return None
