@@ -300,7 +300,7 @@ def verify(table, ids, rows):
     Raises ValueError naming the first token whose row differs.
     """
     for some, held in zip(ids.split(4096), rows.split(4096), strict=True):
-        fresh = table.fetch(some)
+        fresh = table.fetch(some).detach()
         wrong = (fresh.view(torch.uint8) != held.to(fresh.device).contiguous().view(torch.uint8)).any(-1)
         if wrong.any():
             raise ValueError(f"the row of token {int(some[wrong.to(some.device)][0])} is not the one in the table")
