@@ -89,11 +89,12 @@ def test_rows_are_the_tables_bit_for_bit(homes, ids):
         assert same_bits(rows, before)  # a later fetch leaves earlier rows alone
 
 
-def test_only_the_device_has_the_weight_at_hand(homes):
-    _, device, host, disk = homes
-    assert device.weight is device.embedding.weight and host.weight is None and disk.weight is None
-    device.embedding.weight = nn.Parameter(torch.zeros(V, W))
-    assert device.fetch(torch.tensor([3])).dtype == torch.float32 and not device.fetch(torch.tensor([3])).any()
+def test_only_the_device_has_the_weight_at_hand_and_looks_it_up_each_time(homes):
+    assert homes[2].weight is None and homes[3].weight is None
+    table = OnDevice(embedding(homes[0]))
+    assert table.weight is table.embedding.weight
+    table.embedding.weight = nn.Parameter(torch.full((V, W), 2.0, dtype=torch.float64))
+    assert table.dtype == torch.float64 and (table.fetch(torch.tensor([3])) == 2).all()
 
 
 @pytest.mark.parametrize("ids", [[V], [3, -1], [0, 2**40]], ids=str)

@@ -319,23 +319,26 @@ def placed_tables(model) -> dict:
     return users
 
 
+def check_placement(model, where, path=None):
+    """ValueError, naming the flag, for a `where` not in PLACEMENTS, without tables to place, or mmap without a file."""
+    if where not in PLACEMENTS:
+        raise ValueError(f"--bov-placement {where!r}: use one of {', '.join(PLACEMENTS)}")
+    if where != "device" and not placed_tables(model):
+        raise ValueError(f"--bov-placement {where}: no layer of this model does without a V cache; use device")
+    if where == "mmap" and path is None:
+        raise ValueError("--bov-placement mmap reads an exported model: make one with python -m scripts.bov_export")
+
+
 def place(model, where, path=None):
     """Let the bank layers of a loaded model read their tables from `where`, one of PLACEMENTS, from now on.
 
     host: the tables leave the device's memory. mmap: they leave memory (their parameters stay, on the meta device) and
     rows come from `path`, a safetensors file under the model's own keys. device: they come back.
-    Raises ValueError for an unknown `where`, a model without such tables, a missing path, and a file whose tables are
-    not those of the model.
+    Raises ValueError as check_placement does, and for a file whose tables are not those of the model.
     """
-    if where not in PLACEMENTS:
-        raise ValueError(f"--bov-placement {where!r}: use one of {', '.join(PLACEMENTS)}")
-    users = placed_tables(model)
-    if where != "device" and not users:
-        raise ValueError(f"--bov-placement {where}: no layer of this model does without a V cache; use device")
-    if where == "mmap" and path is None:
-        raise ValueError("--bov-placement mmap reads an exported model: make one with python -m scripts.bov_export")
+    check_placement(model, where, path)
     device = model.transformer.wte.weight.device
-    for key, banks in users.items():
+    for key, banks in placed_tables(model).items():
         _place_one(key, banks, where, path, device)
 
 
