@@ -160,23 +160,24 @@ class KVCache:
             self.prev_embedding = other.prev_embedding.expand(self.batch_size, -1, -1).clone()
 
     def prefill_rows(self, others):
-        """Start row by row from caches of one row each, whose lengths may differ.
+        """Start row by row from caches of one row each, whose lengths may differ; an iterable is read as it goes.
 
         Raises ValueError as `prefill`, and when there are not as many caches as rows.
         """
-        if len(others) != self.batch_size:
-            raise ValueError(f"{len(others)} caches for {self.batch_size} rows")
-        for other in others:
+        lengths, embeddings = [], []
+        for row, other in zip(range(self.batch_size), others, strict=True):
             self._check_source(other, rows=(1,))
-        for row, other in enumerate(others):
             self._copy(other, slice(row, row + 1))
             self.cache_seqlens[row] = other.get_pos()
-        lengths = [other.get_pos() for other in others]
+            if self.history is not None:
+                self.history.prefill_row(row, other.history)
+            lengths.append(other.get_pos())
+            embeddings.append(other.prev_embedding)
         self._pos, self._shortest = max(lengths), min(lengths)
         if self.history is not None:
-            self.history.prefill_rows([other.history for other in others])
-        if others[0].prev_embedding is not None:
-            self.prev_embedding = torch.cat([other.prev_embedding for other in others])
+            self.history.settle(lengths)
+        if embeddings[0] is not None:
+            self.prev_embedding = torch.cat(embeddings)
 
     def _check_source(self, other, rows):
         shape, source = ((c.n_layers, c.n_heads, c.head_dim, tuple(c._value_index)) for c in (self, other))
@@ -261,17 +262,20 @@ class Row:
             self.forced.extend((markers.output_start, *tokenizer.encode(str(result)), markers.output_end))
 
 
-def _vocab_size(model):
-    """The model's vocabulary without padding rows; infinite for a foreign model that does not state it."""
-    return getattr(model.config, "vocab_size", math.inf)
+def _traits(model):
+    """(vocabulary without padding rows, layers whose V must be cached) of a model; (inf, None) where it states none."""
+    return getattr(model.config, "vocab_size", math.inf), getattr(model, "value_layers", None)
 
 
 class Engine:
-    """Generation with one prefill of the prompt and one cached step per token."""
+    """Generation with one prefill of each prompt and one cached step per token.
 
-    def __init__(self, model, tokenizer):
-        self.model = model
-        self.tokenizer = tokenizer
+    strategy: how layers without a V cache decode, see nanochat/bov/decode.py.
+    """
+
+    def __init__(self, model, tokenizer, *, strategy="auto"):
+        self.model, self.tokenizer, self.strategy = model, tokenizer, strategy
+        self.vocab_size, self.value_layers = _traits(model)
 
     def generate(self, tokens, num_samples=1, max_tokens=None, temperature=1.0, top_k=None, seed=42):
         """Iterator of (token per sample, mask per sample); mask 1 = sampled, 0 = forced by the tool.
@@ -280,21 +284,42 @@ class Engine:
         has met an end token; samples that ended earlier keep producing. Raises ValueError for an empty prompt, an
         id outside the vocabulary, a prompt without room behind it, and senseless numbers.
         """
-        limit = self._check(tokens, num_samples, max_tokens)
-        return self._stream(tokens, num_samples, limit, temperature, top_k, seed)
+        limit = self._check(tokens, max_tokens)
+        if num_samples < 1:
+            raise ValueError(f"num_samples {num_samples} must be at least 1")
+        return self._stream([tokens], [limit] * num_samples, temperature, top_k, seed)
 
-    def _check(self, tokens, num_samples, max_tokens):
-        """The number of tokens to generate, after every check of the arguments."""
+    def generate_batch(self, tokens, num_samples=1, **kwargs):
+        """(sequences, masks): per sample the prompt and its continuation up to its end token, which is left out."""
+        return self._collect([tokens] * num_samples, self.generate(tokens, num_samples, **kwargs))
+
+    def generate_many(self, prompts, max_tokens=None, temperature=1.0, top_k=None, seed=42):
+        """(sequences, masks) like generate_batch, of prompts of any lengths that continue together in one batch.
+
+        `max_tokens` counts for each prompt. With temperature 0 every prompt continues as it would alone. Raises
+        ValueError as `generate`, naming the prompt, and when there is no prompt.
+        """
+        if len(prompts) == 0:
+            raise ValueError("generate_many needs at least one prompt")
+        limits = []
+        for i, tokens in enumerate(prompts):
+            try:
+                limits.append(self._check(tokens, max_tokens))
+            except ValueError as error:
+                raise ValueError(f"prompt {i} of {len(prompts)}: {error}") from None
+        return self._collect(prompts, self._stream(prompts, limits, temperature, top_k, seed), limits)
+
+    def _check(self, tokens, max_tokens):
+        """The number of tokens to generate, after every check of one prompt."""
         if len(tokens) == 0:
             raise ValueError("the prompt is empty: it needs at least one token, for instance <|bos|>")
         if not all(isinstance(token, int) for token in tokens):
             raise ValueError("the prompt must be a list of int token ids")
-        size = _vocab_size(self.model)
-        outside = [token for token in tokens if not 0 <= token < size]
+        outside = [token for token in tokens if not 0 <= token < self.vocab_size]
         if outside:
-            raise ValueError(f"token id {outside[0]} in the prompt is outside the vocabulary 0..{size - 1}")
-        if num_samples < 1 or (max_tokens is not None and max_tokens < 0):
-            raise ValueError(f"num_samples {num_samples} must be at least 1 and max_tokens {max_tokens} at least 0")
+            raise ValueError(f"token id {outside[0]} in the prompt is outside the vocabulary 0..{self.vocab_size - 1}")
+        if max_tokens is not None and max_tokens < 0:
+            raise ValueError(f"max_tokens {max_tokens} must not be negative")
         if max_tokens is not None:
             return max_tokens
         context = self.model.config.sequence_len
@@ -315,43 +340,59 @@ class Engine:
             num_layers=config.n_layer,
             device=self.model.get_device(),
             dtype=COMPUTE_DTYPE,
+            value_layers=self.value_layers,
+            strategy=self.strategy,
         )
 
+    def _prefill(self, prompts, rows, total):
+        """(logits (rows, V), cache of `total` positions): one prompt repeated over all rows, or one prompt per row."""
+        logits = []
+
+        def read(tokens, positions):
+            cache = self._cache(1, positions)
+            ids = torch.tensor([tokens], device=self.model.get_device())
+            logits.append(self.model.forward(ids, kv_cache=cache)[:, -1])
+            return cache
+
+        if rows == 1:
+            cache = read(prompts[0], total)
+        else:
+            cache = self._cache(rows, total)
+            if len(prompts) == 1:
+                cache.prefill(read(prompts[0], len(prompts[0])))
+            else:
+                cache.prefill_rows(read(tokens, len(tokens)) for tokens in prompts)
+        return torch.cat(logits).expand(rows, -1), cache
+
     @torch.inference_mode()
-    def _stream(self, tokens, num_samples, limit, temperature, top_k, seed):
+    def _stream(self, prompts, limits, temperature, top_k, seed):
+        """`prompts`: one for all rows, or one per row; `limits`: tokens to generate in each row."""
         device = self.model.get_device()
         rng = torch.Generator(device=device).manual_seed(seed)
         markers = Markers.of(self.tokenizer)
-        rows = [Row() for _ in range(num_samples)]
-        if limit == 0:
+        rows = [Row() for _ in limits]
+        if max(limits) == 0:
             return
-        total = len(tokens) + limit
-        cache = self._cache(1, total if num_samples == 1 else len(tokens))
-        logits = self.model.forward(torch.tensor([tokens], device=device), kv_cache=cache)[:, -1]
-        if num_samples > 1:
-            prompt, cache = cache, self._cache(num_samples, total)
-            cache.prefill(prompt)
-            del prompt
-        logits = logits.expand(num_samples, -1)
-        for remaining in reversed(range(limit)):
+        logits, cache = self._prefill(prompts, len(rows), max(map(len, prompts)) + max(limits))
+        for step in range(1, max(limits) + 1):
             sampled = sample_next_token(logits, rng, temperature, top_k)[:, 0].tolist()
             taken = [row.take(token, markers, self.tokenizer) for row, token in zip(rows, sampled, strict=True)]
             column, masks = (list(part) for part in zip(*taken, strict=True))
             yield column, masks
-            if remaining == 0 or all(row.completed for row in rows):
+            if all(row.completed or step >= limit for row, limit in zip(rows, limits, strict=True)):
                 return
             ids = torch.tensor(column, device=device).unsqueeze(1)
             logits = self.model.forward(ids, kv_cache=cache)[:, -1]
 
-    def generate_batch(self, tokens, num_samples=1, **kwargs):
-        """(sequences, masks): per sample the prompt and its continuation up to its end token, which is left out."""
+    def _collect(self, prompts, stream, limits=None):
+        """(sequences, masks) of a stream, each row up to its end token or its limit."""
         terminal = Markers.of(self.tokenizer).terminal
-        results = [list(tokens) for _ in range(num_samples)]
-        masks = [[0] * len(tokens) for _ in range(num_samples)]
-        open_rows = set(range(num_samples))
-        for column, column_masks in self.generate(tokens, num_samples, **kwargs):
+        results = [list(tokens) for tokens in prompts]
+        masks = [[0] * len(tokens) for tokens in prompts]
+        open_rows = set(range(len(prompts)))
+        for step, (column, column_masks) in enumerate(stream):
             for i in sorted(open_rows):
-                if column[i] in terminal:
+                if column[i] in terminal or (limits and step >= limits[i]):
                     open_rows.remove(i)
                 else:
                     results[i].append(column[i])

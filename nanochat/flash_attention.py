@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from nanochat.bov import one_query
 from nanochat.bov.compiled import Fused
 from nanochat.common import COMPUTE_DTYPE
 
@@ -80,6 +81,8 @@ def _sdpa(q, k, v, left):
     left = Tk if left < 0 else left
     if Tq == 1:
         first = max(0, Tk - (left + 1))
+        if q.device.type == "cpu" and q.dtype != torch.float32:
+            return one_query.attend(q, k[:, :, first:], v[:, :, first:])  # torch's kernel takes 2 to 10 times as long
         return F.scaled_dot_product_attention(q, k[:, :, first:], v[:, :, first:], enable_gqa=gqa)
     if Tq == Tk and left >= Tk - 1:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)

@@ -388,3 +388,81 @@ def test_a_forward_past_the_cache_returns_nothing_and_writes_nothing():
     with pytest.raises(ValueError, match="10 positions: 6 are filled and 6 more"):
         model(torch.ones(1, 6, dtype=torch.long), kv_cache=kv)
     assert torch.equal(k, kv.k_cache) and torch.equal(previous, kv.prev_embedding) and kv.get_pos() == 6
+
+
+# ---------------------------------------------------------------------------- prompts of different lengths
+
+
+def bov_engine(**options):
+    model = build(**preset("paper/bov"), vocab_size=262, sequence_len=64, window_pattern="SL").eval()
+    return Engine(model, Bytes(), **options)
+
+
+def closest_pair(model, tokens):
+    """The smallest lead of the most likely token over the next along `tokens`, from its full forward."""
+    best = model(torch.tensor([tokens]))[0].topk(2).values
+    return (best[:, 0] - best[:, 1]).min().item()
+
+
+@pytest.mark.parametrize("strategy", ["gather", "pooled", "auto"])
+def test_many_prompts_continue_as_each_would_alone(strategy):
+    engine = bov_engine(strategy=strategy)
+    prompts = [[BOS], [BOS, *b"a longer prompt than the others"], [BOS, *b"five!"]]
+    together, masks = engine.generate_many(prompts, max_tokens=12, temperature=0)
+    for prompt, tokens, mask in zip(prompts, together, masks, strict=True):
+        alone, alone_masks = engine.generate_batch(prompt, max_tokens=12, temperature=0)
+        assert closest_pair(engine.model, tokens) > 1e-4, "a tie: choose another seed"
+        assert tokens == alone[0] and mask == alone_masks[0]
+
+
+def test_many_prompts_each_fill_the_context():
+    engine = bov_engine()
+    prompts = [[BOS] * 60, [BOS, 5]]
+    together, _ = engine.generate_many(prompts, temperature=0)
+    for prompt, tokens in zip(prompts, together, strict=True):
+        assert tokens == engine.generate_batch(prompt, temperature=0)[0][0] and len(tokens) <= 64
+
+
+def test_many_prompts_of_one_length_and_a_single_one():
+    engine = bov_engine()
+    assert len(engine.generate_many([[BOS, 3], [BOS, 4]], max_tokens=3)[0]) == 2
+    assert engine.generate_many([[BOS, 3]], max_tokens=4, seed=7) == engine.generate_batch(
+        [BOS, 3], max_tokens=4, seed=7
+    )
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([], "at least one prompt"),
+        ([[1], []], "prompt 1 of 2: the prompt is empty"),
+        ([[1], [262]], r"prompt 1 of 2: token id 262 in the prompt is outside the vocabulary 0..261"),
+        ([[1] * 64], "prompt 0 of 1: the prompt has 64 tokens"),
+    ],
+    ids=["none", "empty", "padding-row", "no-room"],
+)
+def test_many_prompts_refuse(prompts, message):
+    with pytest.raises(ValueError, match=message):
+        bov_engine().generate_many(prompts)
+
+
+@pytest.mark.parametrize("strategy", ["gather", "pooled", "auto"])
+def test_samples_of_one_prompt_decode_without_values_as_with(strategy):
+    engine, kept = bov_engine(strategy=strategy), bov_engine()
+    kept.value_layers = None
+    options = dict(num_samples=3, max_tokens=20, temperature=1.0, top_k=20, seed=3)
+    prompt = [BOS, *b"once"]
+    assert engine.generate_batch(prompt, **options) == kept.generate_batch(prompt, **options)
+
+
+def test_rows_of_other_caches_are_refused():
+    caches = [cache(), cache()]
+    for one in caches:
+        one.advance(2)
+    target = cache(batch_size=3)
+    with pytest.raises(ValueError, match="shorter"):
+        target.prefill_rows(caches)
+    with pytest.raises(ValueError, match="prefill from"):
+        cache(batch_size=1).prefill_rows([cache(heads=2)])
+    with pytest.raises(ValueError, match="layers with V"):
+        cache().prefill(KVCache(1, 3, 10, 4, 2, "cpu", torch.float32, value_layers=(0,)))

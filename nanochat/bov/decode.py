@@ -85,12 +85,14 @@ class History:
         self.length, self.shortest = other.length, other.shortest
         self._forget()
 
-    def prefill_rows(self, others):
-        """Start row by row from histories of one row each."""
-        for row, other in enumerate(others):
-            self.ids[row, : other.length] = other.ids[0, : other.length]
-            self.lengths[row] = other.length
-        self.length, self.shortest = max(o.length for o in others), min(o.length for o in others)
+    def prefill_row(self, row, other):
+        """Start one row from the single row of `other`; once all rows are filled, call `settle`."""
+        self.ids[row, : other.length] = other.ids[0, : other.length]
+        self.lengths[row] = other.length
+
+    def settle(self, lengths):
+        """Go on from rows that were filled one by one: `lengths`, one int per row."""
+        self.length, self.shortest = max(lengths), min(lengths)
         self._forget()
 
     # ------------------------------------------------------------------------ slots and pools
@@ -112,6 +114,9 @@ class History:
 
     def _assign(self, rows, positions):
         tokens = self.ids[rows, positions]
+        if self.ragged and isinstance(positions, slice):  # behind the end of a row its first token stands in
+            past = torch.arange(self.length, device=tokens.device) >= self.lengths[:, None]
+            tokens = torch.where(past, tokens[:, :1], tokens)
         if self.direct:
             self.slots[rows, positions] = tokens.long()
             return
@@ -139,7 +144,7 @@ class History:
         """Rows of the distinct tokens in the order of their slots, (U, H * D); call assign_slots first."""
         if self.direct:
             return table.weight
-        filled, rows = self._pools.get(id(table), (0, None))
+        filled, rows = self._pools.get(table, (0, None))
         if filled < self.distinct:
             if rows is None or len(rows) < self.distinct:
                 grown = min(table.vocab, max(64, 2 * self.distinct))
@@ -148,7 +153,7 @@ class History:
                     larger[:filled] = rows[:filled]
                 rows = larger
             rows[filled : self.distinct] = table.fetch(self.pool_ids[filled : self.distinct])
-            self._pools[id(table)] = self.distinct, rows
+            self._pools[table] = self.distinct, rows
         return rows[: self.distinct]
 
     def values(self, table, first):

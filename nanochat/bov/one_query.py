@@ -9,7 +9,7 @@ import torch
 
 from nanochat.bov.compiled import Fused
 
-PIECE = 1024  # keys of one head converted to fp32 at a time: 512 KiB at D = 128
+PIECE = 2**20  # elements converted to fp32 at a time, 4 MiB
 
 
 def _row_products(q, k):
@@ -24,27 +24,42 @@ ROW_PRODUCTS = Fused(_row_products, dynamic=True)
 WEIGHTED_SUM = Fused(_weighted_sum, dynamic=True)
 
 
+def _pieces(rows):
+    """(positions as a slice, rows there in fp32) of rows (B, H, T, D); each piece reuses the memory of the last one."""
+    B, H, T, D = rows.shape
+    length = min(T, max(16, PIECE // (B * H * D)))
+    buffer = torch.empty(B, H, length, D, dtype=torch.float32, device=rows.device)
+    for start in range(0, T, length):
+        piece = rows[:, :, start : start + length]
+        yield slice(start, start + length), buffer[:, :, : piece.size(2)].copy_(piece)
+
+
 def scores(q, k):
     """Unscaled q k^T in fp32: q (B, H, G, D), k (B, H, T, D) -> (B, H, G, T)."""
-    if q.is_cuda and q.dtype != torch.float32:
+    if q.dtype == torch.float32:
+        return q @ k.mT
+    if q.is_cuda:
         B, H, G, D = q.shape
         products = torch.bmm(q.reshape(B * H, G, D), k.reshape(B * H, -1, D).mT, out_dtype=torch.float32)
         return products.view(B, H, G, -1)
-    if q.dtype == torch.float32:
-        return q @ k.mT
     if ROW_PRODUCTS.compiled:
         return ROW_PRODUCTS(q, k)
-    return torch.cat([q.float() @ piece.float().mT for piece in k.split(PIECE, dim=2)], dim=-1)
+    products, q = torch.empty(*q.shape[:3], k.size(2)), q.float()
+    for at, piece in _pieces(k):
+        products[..., at] = q @ piece.mT
+    return products
 
 
 def weigh(w, rows):
-    """Sum of rows by weights: w (B, H, G, T) fp32, rows (B, H, T, D) -> (B, H, G, D) in fp32.
+    """Sum of rows by weights: w (B, H, G, T) in fp32, rows (B, H, T, D) -> (B, H, G, D) in fp32.
 
-    Without a compiled loop the weights are cast to the dtype of the rows.
+    On CUDA the weights are cast to the dtype of the rows.
     """
-    if WEIGHTED_SUM.compiled and rows.dtype != torch.float32:
+    if rows.dtype == torch.float32 or rows.is_cuda:
+        return (w.to(rows.dtype) @ rows).float()
+    if WEIGHTED_SUM.compiled:
         return WEIGHTED_SUM(w, rows)
-    return (w.to(rows.dtype) @ rows).float()
+    return sum(w[..., at] @ piece for at, piece in _pieces(rows))
 
 
 def attend(q, k, v):

@@ -1,0 +1,447 @@
+"""Decoding without a V cache against the full forward, attention written out, and the invariants of its bookkeeping."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from models import build, legal_points
+from nanochat import gpt
+from nanochat.bov import decode, placement
+from nanochat.bov.compiled import Fused, compile_fused, cpp_compiler
+from nanochat.bov.decode import History
+from nanochat.bov.one_query import scores, weigh
+from nanochat.bov.presets import preset
+from nanochat.engine import KVCache
+from nanochat.flash_attention import flash_attn_with_kvcache
+
+STRATEGIES = ("gather", "pooled", "auto")
+
+
+def cache_of(model, batch, length, strategy="auto", value_layers="model", dtype=torch.float32):
+    c = model.config
+    kept = model.value_layers if value_layers == "model" else value_layers
+    sizes = (batch, c.n_kv_head, length, c.n_embd // c.n_head, c.n_layer)
+    return KVCache(*sizes, "cpu", dtype, value_layers=kept, strategy=strategy)
+
+
+@torch.inference_mode()
+def decoded(model, ids, chunks, cache):
+    """Logits of `ids` (B, T) read in chunks of the given lengths, then token by token."""
+    parts, start = [], 0
+    for length in [*chunks, *[1] * (ids.size(1) - sum(chunks))]:
+        parts.append(model(ids[:, start : start + length], kv_cache=cache))
+        start += length
+    return torch.cat(parts, dim=1)
+
+
+# ---------------------------------------------------------------------------- the whole model
+
+POINTS = [dict(zip(("bov_source", "bov_combine", "bov_coeff", "bov_shared"), p, strict=True)) for p in legal_points()]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("axes", POINTS, ids=lambda axes: "-".join(map(str, axes.values())))
+def test_cached_decoding_equals_the_full_forward_at_every_point(axes, strategy):
+    model = build(**axes, bov_layers="1,3", ve_layers="every:2", window_pattern="SL", sequence_len=200).eval()
+    ids = torch.randint(0, 50, (2, 24))
+    logits = decoded(model, ids, (5, 3), cache_of(model, 2, 24, strategy))
+    torch.testing.assert_close(logits, model(ids), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("pattern", ["L", "SSSL"])
+def test_decoding_past_the_windows_equals_the_full_forward(strategy, pattern):
+    """T passes the short window of 128 and the long one of 130."""
+    model = build(**preset("paper/bov"), window_pattern=pattern, sequence_len=130, n_layer=6).eval()
+    ids = torch.randint(0, 50, (1, 140))
+    logits = decoded(model, ids, (120,), cache_of(model, 1, 140, strategy))
+    torch.testing.assert_close(logits, model(ids), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1), (6, 3)], ids=str)
+@pytest.mark.parametrize("coeff", ["fixed", "scalar", "head"])
+def test_query_groups_take_the_coefficient_of_their_head(heads, coeff):
+    options = dict(n_head=heads[0], n_kv_head=heads[1], n_embd=heads[0] * 8, bov_layers="all", bov_coeff=coeff)
+    model = build(**options, ve_layers="none", sequence_len=64).eval()
+    ids = torch.randint(0, 50, (3, 20))
+    for strategy in STRATEGIES:
+        logits = decoded(model, ids, (7,), cache_of(model, 3, 20, strategy))
+        torch.testing.assert_close(logits, model(ids), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_bf16_decoding_is_within_its_rounding(strategy, monkeypatch):
+    monkeypatch.setattr(gpt, "COMPUTE_DTYPE", torch.bfloat16)
+    model = build(**preset("paper/bov"), sequence_len=64, n_layer=6).eval()
+    ids = torch.randint(0, 50, (2, 40))
+    logits = decoded(model, ids, (9,), cache_of(model, 2, 40, strategy, dtype=torch.bfloat16))
+    full = model(ids)
+    assert (logits - full).abs().mean() < 2e-2 * full.abs().mean()
+    torch.testing.assert_close(logits, full, rtol=2e-2, atol=2e-2 * full.abs().max().item())
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    chunks=st.lists(st.integers(1, 9), max_size=4),
+    batch=st.integers(1, 3),
+    vocab=st.sampled_from([3, 50, 1000]),
+    strategy=st.sampled_from(STRATEGIES),
+    seed=st.integers(0, 9),
+)
+def test_any_chunking_gives_the_same_logits(chunks, batch, vocab, strategy, seed):
+    model = build(seed, **preset("paper/bov"), vocab_size=vocab, sequence_len=64).eval()
+    T = sum(chunks) + 4
+    ids = torch.randint(0, vocab, (batch, T), generator=torch.Generator().manual_seed(seed))
+    logits = decoded(model, ids, chunks, cache_of(model, batch, T, strategy))
+    torch.testing.assert_close(logits, model(ids), rtol=1e-5, atol=1e-5)
+
+
+def test_a_cache_with_all_values_decodes_the_same():
+    model = build(**preset("paper/bov"), sequence_len=64).eval()
+    ids = torch.randint(0, 50, (2, 20))
+    kept = decoded(model, ids, (6,), cache_of(model, 2, 20, value_layers=None))
+    torch.testing.assert_close(decoded(model, ids, (6,), cache_of(model, 2, 20)), kept, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_of_different_lengths_give_their_single_logits():
+    """With windows, GQA, a smear, and steps of more than one token."""
+    model = build(**preset("paper/bov"), window_pattern="SL", sequence_len=130).eval()
+    prompts = [torch.randint(0, 50, (1, n)) for n in (1, 135, 17)]
+    for strategy in STRATEGIES:
+        alone = [cache_of(model, 1, 160, strategy) for _ in prompts]
+        for ids, cache in zip(prompts, alone, strict=True):
+            model(ids, kv_cache=cache)
+        together = cache_of(model, 3, 160, strategy)
+        together.prefill_rows(alone)
+        assert together.get_pos() == 135 and together.cache_seqlens.tolist() == [1, 135, 17]
+        for T in (1, 1, 3, 1):
+            ids = torch.randint(0, 50, (3, T))
+            logits = model(ids, kv_cache=together)
+            for row, cache in enumerate(alone):
+                single = model(ids[row : row + 1], kv_cache=cache)[0]
+                torch.testing.assert_close(logits[row], single, rtol=1e-5, atol=1e-5)
+
+
+# ---------------------------------------------------------------------------- attention alone
+
+
+def naive(q, k, rows, left):
+    """q (N, D) of the last position, k (T, H, D), rows (T, H, D) -> (N, D), position by position."""
+    T, H, D = k.shape
+    out = []
+    for n, query in enumerate(q):
+        h = n * H // len(q)
+        seen = [t for t in range(T) if left < 0 or T - 1 - t <= left]
+        weights = torch.stack([query @ k[t, h] for t in seen]).div(D**0.5).softmax(0)
+        out.append(sum(w * rows[t, h] for w, t in zip(weights, seen, strict=True)))
+    return torch.stack(out)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    vocab=st.integers(1, 60),
+    heads=st.sampled_from([(1, 1), (2, 2), (4, 2), (6, 1)]),
+    left=st.sampled_from([-1, 0, 3, 50]),
+    coeff=st.sampled_from(["none", "scalar", "head"]),
+    strategy=st.sampled_from(STRATEGIES),
+    placed=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_attend_equals_attention_written_out(lengths, vocab, heads, left, coeff, strategy, placed, seed):
+    generator = torch.Generator().manual_seed(seed)
+    (N, H), D, B, longest = heads, 4, len(lengths), max(lengths)
+    embedding = torch.nn.Embedding(vocab, H * D, _weight=torch.randn(vocab, H * D, generator=generator))
+    history = History(B, longest + 1, "cpu")
+    ids = torch.randint(0, vocab, (B, longest + 1), generator=generator)
+    history.ids.random_(0, vocab, generator=generator)  # what lies behind a row's end must not matter
+    history.append(ids[:, :longest])
+    history.lengths.copy_(torch.tensor(lengths))
+    history.settle(lengths)
+    newest = ids[:, -1:]
+    history.append(newest)
+    k = torch.randn(B, longest + 1, H, D, generator=generator)
+    q = torch.randn(B, 1, N, D, generator=generator)
+    scale = {"none": None, "scalar": torch.tensor([0.7]), "head": torch.linspace(0.5, 2, H)}[coeff]
+    with torch.no_grad():
+        table = placement.OnHost(embedding, "cpu") if placed else placement.OnDevice(embedding)
+        options = dict(coeff=scale, window=left, strategy=strategy, dense=flash_attn_with_kvcache)
+        y = decode.attend(q, k, table, history, **options)
+        for b, length in enumerate(lengths):
+            tokens = torch.cat([ids[b, :length], newest[b]])
+            rows = embedding.weight[tokens].view(-1, H, D)
+            expected = naive(q[b, 0], k[b, : length + 1], rows, left)
+            if scale is not None:
+                expected = expected * scale.repeat_interleave(N // len(scale))[:, None]
+            torch.testing.assert_close(y[b, 0], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture
+def loops():
+    """The two passes over memory in their compiled form."""
+    if cpp_compiler() is None:
+        pytest.skip("no C++ compiler here: nothing is compiled on a CPU without one")
+    assert compile_fused(dynamic=True) is None
+    yield
+    for part in Fused.every:
+        part.reset()
+
+
+def passes(G):
+    generator = torch.Generator().manual_seed(G)
+    for T in (1, 70, 300):
+        q = torch.randn(2, 3, G, 8, generator=generator).bfloat16()
+        k = torch.randn(2, 3, 400, 8, generator=generator).bfloat16()[:, :, :T]
+        w = torch.rand(2, 3, G, T, generator=generator)
+        for actual, expected in ((scores(q, k), q.double() @ k.double().mT), (weigh(w, k), w.double() @ k.double())):
+            torch.testing.assert_close(actual, expected.float(), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("G", [1, 2])
+def test_the_two_passes_keep_fp32_over_bf16_rows(G, monkeypatch):
+    monkeypatch.setattr("nanochat.bov.one_query.PIECE", 2 * 3 * 8 * 32)  # several pieces, the last one short
+    passes(G)
+
+
+def test_the_compiled_passes_keep_fp32_over_bf16_rows(loops):
+    passes(1)
+    passes(2)
+
+
+# ---------------------------------------------------------------------------- slots and pools
+
+
+class Away(placement.OnHost):
+    """A table that is not on the device, and notes the ids it was asked for."""
+
+    def __init__(self, vocab, width=4):
+        self.embedding, self.fetched = torch.nn.Embedding(vocab, width), []
+        super().__init__(self.embedding, "cpu")
+
+    def fetch(self, ids):
+        self.fetched += ids.tolist()
+        return super().fetch(ids)
+
+
+class Here(placement.OnDevice):
+    """The same on the device."""
+
+    def __init__(self, vocab, width=4):
+        super().__init__(torch.nn.Embedding(vocab, width))
+        self.fetched = []
+
+    def fetch(self, ids):
+        self.fetched += ids.tolist()
+        return super().fetch(ids)
+
+
+def check_bookkeeping(history, table, rows):
+    """`rows`: the tokens of every row. Slots, map and pool say the same about them."""
+    distinct = set(itertools.chain(*rows))
+    pool = history.pool(table)
+    for b, tokens in enumerate(rows):
+        slots = history.slots[b, : len(tokens)]
+        assert torch.equal(pool[slots], table.embedding.weight[torch.tensor(tokens)])
+        assert history.ids[b, : len(tokens)].tolist() == list(tokens)
+    if history.direct:
+        assert 2 * len(distinct) > table.vocab and pool.data_ptr() == table.embedding.weight.data_ptr()
+        return
+    assert history.distinct == len(distinct) == len(pool)
+    assert set(history.pool_ids[: len(distinct)].tolist()) == distinct
+    assert (history.token_slot >= 0).sum() == len(distinct)
+    assert sorted(table.fetched) == sorted(distinct), "a row is fetched once"
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    vocab=st.integers(1, 40),
+    batch=st.integers(1, 3),
+    appends=st.lists(st.integers(1, 8), min_size=1, max_size=8),
+    look=st.lists(st.booleans(), min_size=8, max_size=8),
+    kind=st.sampled_from([Away, Here]),
+    seed=st.integers(0, 99),
+)
+def test_slots_follow_appended_tokens(vocab, batch, appends, look, kind, seed):
+    generator = torch.Generator().manual_seed(seed)
+    history, table = History(batch, sum(appends), "cpu"), kind(vocab)
+    rows = [[] for _ in range(batch)]
+    with torch.no_grad():
+        for T, looks in zip(appends, look, strict=False):
+            ids = torch.randint(0, vocab, (batch, T), generator=generator)
+            history.append(ids)
+            for row, tokens in zip(rows, ids.tolist(), strict=True):
+                row += tokens
+            if looks:
+                history.assign_slots(table)
+                check_bookkeeping(history, table, rows)
+        history.assign_slots(table)
+        check_bookkeeping(history, table, rows)
+
+
+@torch.no_grad()
+def test_every_token_seen_and_the_table_elsewhere():
+    history, table = History(1, 20, "cpu"), Away(20)
+    history.append(torch.arange(20)[None])
+    history.assign_slots(table)
+    assert history.distinct == 20 and not history.direct
+    check_bookkeeping(history, table, [list(range(20))])
+
+
+@torch.no_grad()
+def test_past_half_the_vocabulary_the_table_is_the_pool():
+    history, table, tokens = History(1, 30, "cpu"), Here(20), [*range(11), 3, 19, 3]
+    for i, token in enumerate(tokens):
+        history.append(torch.tensor([[token]]))
+        history.assign_slots(table)
+        assert history.direct == (i >= 10)
+        check_bookkeeping(history, table, [tokens[: i + 1]])
+    assert history.token_slot is None and not history._pools
+
+
+@torch.no_grad()
+def test_reset_and_prefill_begin_anew():
+    one, table = History(1, 10, "cpu"), Away(100)
+    one.append(torch.tensor([[5, 7, 5]]))
+    one.assign_slots(table)
+    one.pool(table)
+    three = History(3, 10, "cpu")
+    three.prefill(one)
+    three.append(torch.tensor([[1], [7], [99]]))
+    for history, rows in ((three, [[5, 7, 5, 1], [5, 7, 5, 7], [5, 7, 5, 99]]), (one, [[5, 7, 5]])):
+        table.fetched.clear()
+        history._pools.clear()
+        history.assign_slots(table)
+        check_bookkeeping(history, table, rows)
+    one.reset()
+    one.append(torch.tensor([[8]]))
+    one.assign_slots(table)
+    table.fetched.clear()
+    check_bookkeeping(one, table, [[8]])
+
+
+@torch.no_grad()
+def test_pool_buffers_grow_by_doubling():
+    history, table = History(1, 1000, "cpu"), Away(4000)
+    addresses = set()
+    for token in range(1000):
+        history.append(torch.tensor([[token]]))
+        history.assign_slots(table)
+        addresses.add(len(history.pool(table).untyped_storage()))
+    assert len(addresses) <= 6 and table.fetched == list(range(1000))
+
+
+# ---------------------------------------------------------------------------- what a step costs
+
+
+class Watch(TorchDispatchMode):
+    """The largest tensor made, and how often the host waits for a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest = self.waits = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.waits += function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().nbytes() not in self.known:
+                self.largest = max(self.largest, tensor.numel())
+        return result
+
+    known: set = set()
+
+
+@pytest.mark.parametrize(("strategy", "makes"), [("pooled", False), ("gather", True)])
+def test_pooled_makes_no_tensor_of_the_size_of_the_values(strategy, makes):
+    T = 600
+    model = build(**preset("paper/bov"), sequence_len=1024, window_pattern="L", vocab_size=300).eval()
+    cache = cache_of(model, 1, T + 2, strategy)
+    model(torch.randint(0, 100, (1, T)), kv_cache=cache)
+    model(torch.randint(0, 100, (1, 1)), kv_cache=cache)
+    bank = model.transformer.h[3].attn
+    q, k = torch.randn(1, 1, 4, 8), torch.randn(1, 1, 2, 8)
+    cache.append_ids(torch.tensor([[3]]))
+    with torch.inference_mode(), Watch() as watch:
+        watch.known = {cache.k_cache.untyped_storage().nbytes(), bank.bank.table.weight.untyped_storage().nbytes()}
+        gpt.host.attend(bank, q, k, cache, (-1, 0), flash_attn_with_kvcache)
+    assert (watch.largest >= T * bank.n_kv_head * bank.head_dim) == makes
+
+
+def test_a_step_asks_the_device_for_one_number_at_most():
+    model = build(**preset("paper/bov"), sequence_len=64, n_layer=6).eval()
+    for strategy in STRATEGIES:
+        cache = cache_of(model, 2, 30, strategy)
+        model(torch.randint(0, 50, (2, 8)), kv_cache=cache)
+        with torch.inference_mode():
+            model(torch.randint(0, 50, (2, 1)), kv_cache=cache)
+            with Watch() as watch:
+                model(torch.randint(0, 50, (2, 1)), kv_cache=cache)
+        assert watch.waits <= 1
+
+
+def test_bank_layers_hold_no_value_bytes():
+    model = build(**preset("paper/bov"), sequence_len=64)
+    cache = cache_of(model, 3, 20)
+    assert model.value_layers == (0, 1)
+    row = model.config.n_kv_head * (model.config.n_embd // model.config.n_head) * 4
+    assert cache.v_cache.untyped_storage().nbytes() == len(model.value_layers) * 3 * 20 * row
+    assert cache.k_cache.untyped_storage().nbytes() == model.config.n_layer * 3 * 20 * row
+    kept = sum(c.untyped_storage().nbytes() for c in (cache.k_cache, cache.v_cache))
+    assert kept == 3 * 20 * model.kv_bytes_per_token()
+    for i in range(model.config.n_layer):
+        assert (cache.get_layer_cache(i)[1] is not None) == (i in model.value_layers)
+
+
+# ---------------------------------------------------------------------------- choice and errors
+
+
+@pytest.mark.parametrize(
+    ("strategy", "Tq", "length", "window", "chosen"),
+    [
+        ("auto", 1, decode.POOLED_FROM - 1, -1, "gather"),
+        ("auto", 1, decode.POOLED_FROM, -1, "pooled"),
+        ("auto", 1, decode.POOLED_FROM, decode.POOLED_FROM - 1, "pooled"),
+        ("auto", 1, decode.POOLED_FROM, decode.POOLED_FROM - 2, "gather"),
+        ("auto", 2, 10**6, -1, "gather"),
+        ("pooled", 1, 1, -1, "pooled"),
+        ("pooled", 1, 100, 98, "gather"),
+        ("pooled", 3, 100, -1, "gather"),
+        ("gather", 1, 10**6, -1, "gather"),
+        ("fused", 1, 100, 5, "fused"),
+        ("fused", 4, 100, -1, "gather"),
+    ],
+)
+def test_the_choice_of_a_strategy(strategy, Tq, length, window, chosen):
+    history = History(1, 1, "cpu")
+    history.length = length
+    assert decode.choose(strategy, torch.empty(1, Tq, 2, 4), history, window, Here(8)) == chosen
+
+
+def test_an_unknown_strategy_is_refused():
+    with pytest.raises(ValueError, match="'quick'.*auto, gather, pooled, fused"):
+        History(1, 4, "cpu", "quick")
+
+
+@pytest.mark.parametrize("name", ["paper/bov", "upstream"])
+def test_a_step_past_the_cache_raises_and_writes_nothing(name):
+    model = build(**preset(name)).eval()
+    cache = cache_of(model, 1, 10)
+    model(torch.randint(0, 50, (1, 8)), kv_cache=cache)
+    before = cache.k_cache.clone()
+    with pytest.raises(ValueError, match="holds 10 positions: 8 are filled and 3 more"):
+        model(torch.randint(0, 50, (1, 3)), kv_cache=cache)
+    assert torch.equal(cache.k_cache, before) and cache.get_pos() == 8
+    assert cache.history is None or cache.history.length == 8
+    model(torch.randint(0, 50, (1, 2)), kv_cache=cache)
+
+
+def test_positions_past_the_rotary_table_raise():
+    model = build(**preset("paper/bov")).eval()
+    cache = cache_of(model, 1, 200)
+    model(torch.randint(0, 50, (1, 160)), kv_cache=cache)
+    with pytest.raises(ValueError, match="position 161 is past the rotary table of 160"):
+        model(torch.randint(0, 50, (1, 1)), kv_cache=cache)
