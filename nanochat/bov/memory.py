@@ -1,0 +1,432 @@
+"""Bytes a model needs to decode and to train, by formula, and the meter that checks the formula against allocations.
+
+Shapes: B batch, S positions allocated (the context), C n_embd, H kv heads, N query heads, D head dim, V padded vocab,
+U distinct tokens, W ranks.
+"""
+
+import math
+import weakref
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from nanochat.bov.host import AXES, SMEAR_CHANNELS
+from nanochat.bov.placement import BUFFER_BYTES, PLACEMENTS
+from nanochat.bov.spec import PLAIN, ValueSpec, layer_specs
+from nanochat.bov.values import GATE_CHANNELS
+
+POLICIES = ("full", "ring")
+STRATEGIES = ("gather", "pooled", "fused")
+SMALLEST_POOL = 64  # rows; a pool is made for twice the tokens there are
+SHARDED_FROM = 1024  # elements from which the ranks share an AdamW moment
+
+# ---------------------------------------------------------------------------- sizes
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the bytes of a model depend on.
+
+    windows: keys before itself that a query of each layer sees, below sequence_len for a window layer.
+    rotary: positions of the rotary table. vocab_size: tokens, of which V is the padded number.
+    """
+
+    n_layer: int
+    n_head: int
+    n_kv_head: int
+    n_embd: int
+    mlp_hidden: int
+    vocab_size: int
+    vocab: int
+    sequence_len: int
+    windows: tuple[int, ...]
+    rotary: int
+    trunk: str
+    smear: bool
+    specs: tuple[ValueSpec, ...]
+
+    @classmethod
+    def of(cls, config, windows, rotary=0, padding=64):
+        """From a GPTConfig or any object with its fields n_layer, n_head, n_kv_head, n_embd, vocab_size, sequence_len.
+
+        Axes (host.AXES) that the object lacks have their defaults. `windows`: the left window of each layer.
+        Raises ValueError on contradictory axes.
+        """
+        fields = vars(config)
+        axes = {name: fields.get(name, default) for name, (default, _) in AXES.items()}
+        own = {
+            name: fields[name] for name in ("n_layer", "n_head", "n_kv_head", "n_embd", "vocab_size", "sequence_len")
+        }
+        return cls(
+            **own, windows=tuple(windows), rotary=rotary, trunk=axes["trunk"], smear=axes["smear"],
+            vocab=-(-own["vocab_size"] // padding) * padding, mlp_hidden=axes["mlp_hidden"] or 4 * own["n_embd"],
+            specs=layer_specs(own["n_layer"], axes),
+        )  # fmt: skip
+
+    @property
+    def kv_dim(self) -> int:
+        """H * D, the width of one token's K, V or table row."""
+        return self.n_kv_head * (self.n_embd // self.n_head)
+
+    @property
+    def bank_layers(self) -> tuple[int, ...]:
+        """Layers without a V cache."""
+        return tuple(i for i, spec in enumerate(self.specs) if not spec.caches_value)
+
+    @property
+    def tables(self) -> tuple[int, ...]:
+        """Layers under whose key a table is stored."""
+        return tuple(sorted({spec.table for spec in self.specs if spec.table is not None}))
+
+    @property
+    def bank_tables(self) -> tuple[int, ...]:
+        """Those of them that stand in for a V cache, and can be placed off the device."""
+        return tuple(sorted({self.specs[i].table for i in self.bank_layers}))
+
+    @property
+    def standard(self):
+        """The same shape with W_V and a V cache in its bank layers: what savings are measured against."""
+        return replace(self, specs=tuple(spec if spec.caches_value else PLAIN for spec in self.specs))
+
+    def rows(self, layer: int, context: int, policy: str) -> int:
+        """Positions of one layer that the cache holds for a context: all, or under `ring` a window layer's window."""
+        return min(self.windows[layer], context) if policy == "ring" and self.is_window(layer) else context
+
+    def is_window(self, layer: int) -> bool:
+        return 0 <= self.windows[layer] < self.sequence_len
+
+
+@dataclass(frozen=True)
+class Decode:
+    """How a model decodes: `batch` rows of `context` positions, `distinct` different tokens among all of them.
+
+    policy: full = every layer keeps all positions, as implemented here; ring = a server whose window layers keep
+    `window` rows. placement: where the tables of bank layers are. Raises ValueError naming the flag.
+    """
+
+    batch: int
+    context: int
+    dtype: torch.dtype
+    distinct: int
+    policy: str = "full"
+    placement: str = "device"
+    strategy: str = "pooled"
+
+    def __post_init__(self):
+        for name in ("batch", "context"):
+            if vars(self)[name] < 1:
+                raise ValueError(f"--{name} {vars(self)[name]}: at least 1")
+        if not 1 <= self.distinct <= self.batch * self.context:
+            raise ValueError(f"--distinct {self.distinct}: from 1 to the {self.batch * self.context} tokens there are")
+        words = {"window-policy": POLICIES, "placement": PLACEMENTS, "strategy": STRATEGIES}
+        values = (self.policy, self.placement, self.strategy)
+        for (flag, known), value in zip(words.items(), values, strict=True):
+            if value not in known:
+                raise ValueError(f"--{flag} {value!r}: use one of {', '.join(known)}")
+        if self.strategy == "fused" and self.placement != "device":
+            raise ValueError(f"--strategy fused with --placement {self.placement}: the kernel reads the whole table")
+
+
+def zipf_distinct(vocab_size: int, tokens: int) -> float:
+    """Expected distinct ids in T independent draws with p_v = 1 / (v H_V): the sum over v of 1 - (1 - p_v)^T."""
+    share = 1 / torch.arange(1, vocab_size + 1, dtype=torch.float64)
+    share /= share.sum()
+    return -torch.expm1(tokens * torch.log1p(-share)).sum().item() if vocab_size > 1 else 1.0
+
+
+# ---------------------------------------------------------------------------- parameters
+
+
+def parameters(sizes: Sizes) -> dict[str, Counter]:
+    """Shape -> number of parameters, by kind: embedding and table (compute dtype), adam and muon (fp32)."""
+    C, V, kv_dim = sizes.n_embd, sizes.vocab, sizes.kv_dim
+    adam, muon = Counter({(V, C): 1}), Counter()  # lm_head
+    for spec in sizes.specs:
+        muon.update([(C, C), (C, C), (kv_dim, C), (sizes.mlp_hidden, C), (C, sizes.mlp_hidden)])
+        muon.update([(kv_dim, C)] if spec.projects else [])
+        muon.update([(sizes.n_kv_head, GATE_CHANNELS)] if spec.gated else [])
+        adam.update((size,) for size, _ in spec.coefficients(sizes.n_kv_head).values())
+    adam.update([(sizes.n_layer,), (sizes.n_layer,), (1,)] if sizes.trunk == "full" else [])
+    adam.update([(1, SMEAR_CHANNELS), (1,)] if sizes.smear else [])
+    tables = Counter({(V, kv_dim): len(sizes.tables)})
+    return {"embedding": Counter({(V, C): 1}), "table": tables, "adam": adam, "muon": muon}
+
+
+def stored(kind: str, dtype: torch.dtype) -> int:
+    """Bytes of one element of a kind of parameter; fp16 models keep everything in fp32."""
+    return dtype.itemsize if kind in ("embedding", "table") and dtype != torch.float16 else 4
+
+
+def _elements(shapes: Counter) -> int:
+    return sum(count * math.prod(shape) for shape, count in shapes.items())
+
+
+def weight_bytes(sizes: Sizes, dtype) -> int:
+    """All parameters but the tables."""
+    return sum(_elements(shapes) * stored(k, dtype) for k, shapes in parameters(sizes).items() if k != "table")
+
+
+def table_bytes(sizes: Sizes, dtype) -> int:
+    """All tables, of bank layers and of gated value embeddings."""
+    return _elements(parameters(sizes)["table"]) * stored("table", dtype)
+
+
+def optimizer_bytes(sizes: Sizes, dtype, ranks: int = 1) -> int:
+    """One rank's optimizer state: two moments in the parameter's dtype and a step number (AdamW), momentum and one
+    number per neuron of the longer side (Muon). Every rank has the same. See nanochat/optim.py.
+
+    Raises ValueError when the ranks cannot share a tensor's rows evenly.
+    """
+    if ranks < 1:
+        raise ValueError(f"--ranks {ranks}: at least 1")
+    total = 0
+    for kind, shapes in parameters(sizes).items():
+        for shape, count in shapes.items():
+            if kind == "muon":
+                total += -(-count // ranks) * (math.prod(shape) + max(shape)) * 4
+                continue
+            elements = math.prod(shape)
+            if ranks > 1 and elements >= SHARDED_FROM:
+                if shape[0] % ranks:
+                    raise ValueError(f"--ranks {ranks}: they cannot share the {shape[0]} rows of {kind} evenly")
+                elements //= ranks
+            total += count * (2 * elements * stored(kind, dtype) + 4)
+    return total
+
+
+def train_bytes(sizes: Sizes, dtype, ranks: int = 1) -> dict[str, int]:
+    """What one rank adds to the weights: whole gradients, tables included, however many ranks there are, and its part
+    of the optimizer state. Activations are not in it.
+    """
+    gradients = weight_bytes(sizes, dtype) + table_bytes(sizes, dtype)
+    return {"gradients": gradients, "optimizer": optimizer_bytes(sizes, dtype, ranks)}
+
+
+# ---------------------------------------------------------------------------- decoding
+
+# What lies on the compute device between two steps.
+HELD = ("weights", "tables", "rotary", "k", "v", "ids", "slots", "slot_map", "pool", "state")
+
+
+def decode_bytes(sizes: Sizes, decode: Decode) -> dict[str, int]:
+    """Bytes by what they are for: HELD, host_tables (mmap: read buffers), and what a step allocates at its peak in one
+    layer's attention (temporaries) and in all (step_temporaries).
+
+    v: only layers with spec.caches_value. ids: int32 (B, S). slots: int64 (B, S). slot_map: int32 and int64 (V,).
+    pool: room for 2 U rows, as after one prompt (it grows by doubling); nothing once the table itself is the pool.
+    state: row lengths, and the last embedding for the smear.
+    """
+    B, S, dtype = decode.batch, decode.context, decode.dtype
+    kept = [sizes.rows(i, S, decode.policy) for i in range(sizes.n_layer)]
+    row = B * sizes.kv_dim * dtype.itemsize
+    banks = sizes.bank_layers
+    table_row = sizes.kv_dim * stored("table", dtype)
+    placed = len(sizes.bank_tables) if decode.placement != "device" else 0
+    buffered = max(1, BUFFER_BYTES // table_row) if decode.placement == "mmap" else sizes.vocab
+    pools = len(_pooled_tables(sizes, decode))
+    direct = decode.placement == "device" and 2 * decode.distinct > sizes.vocab
+    capacity = min(sizes.vocab, max(SMALLEST_POOL, 2 * decode.distinct))
+    return {
+        "weights": weight_bytes(sizes, dtype),
+        "tables": table_bytes(sizes, dtype) - placed * sizes.vocab * table_row,
+        "host_tables": placed * buffered * table_row,
+        "rotary": sizes.rotary * (sizes.n_embd // sizes.n_head) * dtype.itemsize,
+        "k": sum(kept) * row,
+        "v": sum(rows for i, rows in enumerate(kept) if i not in banks) * row,
+        "ids": 4 * B * S if banks else 0,
+        "slots": 8 * B * S if pools else 0,
+        "slot_map": (4 + 8) * sizes.vocab if pools and not direct else 0,
+        "pool": 0 if direct else pools * capacity * table_row,
+        "state": 4 * B * (2 if banks else 1) + (B * sizes.n_embd * dtype.itemsize if sizes.smear else 0),
+        "temporaries": max(attention_temporaries(sizes, decode, i) for i in range(sizes.n_layer)),
+        "step_temporaries": step_temporaries(sizes, decode),
+    }
+
+
+def held(parts: dict[str, int]) -> int:
+    """Bytes on the compute device between two steps."""
+    return sum(parts[name] for name in HELD)
+
+
+def _pooled_tables(sizes: Sizes, decode: Decode) -> tuple[int, ...]:
+    """Tables of which decoding keeps a pool: all that are placed, else those of bank layers that see every position."""
+    if decode.placement != "device":
+        return sizes.bank_tables
+    if decode.strategy != "pooled":
+        return ()
+    whole = [i for i in sizes.bank_layers if not cuts(sizes, i, decode.context)]
+    return tuple(sorted({sizes.specs[i].table for i in whole}))
+
+
+def cuts(sizes: Sizes, layer: int, context: int) -> bool:
+    """Whether the window of a layer leaves out keys of a full context; such a layer always gathers."""
+    return 0 <= sizes.windows[layer] < context - 1
+
+
+def attention_temporaries(sizes: Sizes, decode: Decode, layer: int) -> int:
+    """What one layer's attention allocates in a step, by its largest tensors; kernels that need no scores need less.
+
+    Everywhere the output and two passes of p (B, N, keys) in fp32; gather adds V of the attended rows, pooled has w
+    (B, N, U) in fp32 and in the compute dtype beside one p.
+    """
+    B, S, itemsize = decode.batch, decode.context, decode.dtype.itemsize
+    output = B * sizes.n_embd * itemsize
+    bank = layer in sizes.bank_layers
+    if bank and decode.strategy == "fused":
+        return output
+    keys = min(S, sizes.windows[layer] + 1) if cuts(sizes, layer, S) else S
+    heads = B * sizes.n_head
+    if not bank:
+        return output + heads * 8 * keys
+    if decode.strategy == "gather" or cuts(sizes, layer, S):
+        return output + heads * 8 * keys + B * keys * sizes.kv_dim * stored("table", decode.dtype)
+    direct = decode.placement == "device" and 2 * decode.distinct > sizes.vocab
+    slots = sizes.vocab if direct else decode.distinct
+    return output + heads * max(8 * S, 4 * S + (4 + itemsize) * slots)
+
+
+def step_temporaries(sizes: Sizes, decode: Decode) -> int:
+    """What one decode step allocates, by its largest moment: a layer's attention, the MLP, or the head.
+
+    Matrices are kept in fp32: the largest of a block, and lm_head, count as cast to the compute dtype.
+    """
+    B, itemsize = decode.batch, decode.dtype.itemsize
+    cast = itemsize if itemsize < 4 else 0
+    attention = max(attention_temporaries(sizes, decode, i) for i in range(sizes.n_layer))
+    mlp = sizes.mlp_hidden * (sizes.n_embd * cast + 2 * B * itemsize)
+    head = sizes.vocab * (sizes.n_embd * cast + B * itemsize)
+    logits = sizes.vocab * B * 12
+    return max(attention, mlp, head, logits)
+
+
+# ---------------------------------------------------------------------------- savings
+
+DENOMINATORS = {"v": "V of all layers", "kv": "K+V of all layers", "everything": "weights + tables + cache"}
+
+
+def shares(sizes: Sizes, decode: Decode) -> dict[str, float]:
+    """Share saved against `sizes.standard`, by denominator (DENOMINATORS, of the standard model).
+
+    v, kv: V no longer cached minus the tables on the device, the paper's count. v_all, kv_all and everything: all that
+    is held counts, so ids, slots, pool, and the W_V that is gone.
+    """
+    own, standard = decode_bytes(sizes, decode), decode_bytes(sizes.standard, decode)
+    paper = standard["v"] - own["v"] - (own["tables"] - standard["tables"])
+    whole = held(standard) - held(own)
+    of = {"v": standard["v"], "kv": standard["k"] + standard["v"], "everything": held(standard)}
+    return {
+        "v": paper / of["v"], "kv": paper / of["kv"],
+        "v_all": whole / of["v"], "kv_all": whole / of["kv"], "everything": whole / of["everything"],
+    }  # fmt: skip
+
+
+def limits(sizes: Sizes, policy: str = "full") -> dict[str, float]:
+    """Where shares v and kv go for ever longer text: the part of V, of K+V, in the layers without a V cache."""
+    grows = [i for i in range(sizes.n_layer) if policy == "full" or not sizes.is_window(i)]
+    part = len(set(grows) & set(sizes.bank_layers)) / len(grows)
+    return {"v": part, "kv": part / 2}
+
+
+def break_even(sizes: Sizes, decode: Decode) -> dict[str, float]:
+    """batch * context at which a model holds as much as its standard form, for `decode`'s context and any batch.
+
+    tables: the tables equal the V no longer cached (V rows per table under `full`). all: ids, slots, slot map and the
+    W_V that is gone count too; the pool does not. 0 when the banks always save, inf when never or without banks.
+    """
+    own, standard = decode_bytes(sizes, decode), decode_bytes(sizes.standard, decode)
+    saved = standard["v"] - own["v"]
+    tables = own["tables"] - standard["tables"]
+    fixed = tables + own["slot_map"] + own["weights"] - standard["weights"]
+    tokens = decode.batch * decode.context
+    return {
+        "tables": _tokens(tables, saved / tokens),
+        "all": _tokens(fixed, (saved - own["ids"] - own["slots"]) / tokens),
+    }
+
+
+def _tokens(paid: int, saved: float) -> float:
+    return math.inf if saved <= 0 else max(0.0, paid / saved)
+
+
+# ---------------------------------------------------------------------------- measuring
+
+
+def storage_bytes(tensors) -> int:
+    """Bytes of the distinct storages behind `tensors`, whole, however small the views."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(size for address, size in storages.items() if address)
+
+
+class Meter(TorchDispatchMode):
+    """While active: bytes of the results of operations on `device` that are alive (`live`), and the most that were
+    (`peak`). What kernels allocate and free inside is not seen, nor are views, results in place and what was there.
+    """
+
+    def __init__(self, device):
+        super().__init__()
+        self.device = torch.device(device)
+        self.live = self.peak = 0
+        self._known = set()
+
+    def restart_peak(self):
+        """Let `peak` begin anew from what is alive now."""
+        self.peak = self.live
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == self.device.type:
+                storage = tensor.untyped_storage()
+                if storage._cdata not in given | self._known:
+                    self._count(storage)
+        return out
+
+    def _count(self, storage):
+        self._known.add(storage._cdata)
+        self.live += storage.nbytes()
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._drop, storage._cdata, storage.nbytes())
+
+    def _drop(self, key, size):
+        self._known.discard(key)
+        self.live -= size
+
+
+class AllocatorMeter:
+    """The same from the CUDA allocator: bytes that were asked for, before it rounds them up; kernels' own included."""
+
+    def __init__(self, device):
+        self.device = device
+
+    def __enter__(self):
+        torch.cuda.synchronize(self.device)
+        self._start = self._requested("current")
+        self.restart_peak()
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def _requested(self, when):
+        return torch.cuda.memory_stats(self.device)[f"requested_bytes.all.{when}"]
+
+    def restart_peak(self):
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    @property
+    def live(self) -> int:
+        return self._requested("current") - self._start
+
+    @property
+    def peak(self) -> int:
+        return self._requested("peak") - self._start
+
+
+def meter(device):
+    """A context manager with `live`, `peak` and `restart_peak` for allocations on `device`."""
+    device = torch.device(device)
+    return AllocatorMeter(device) if device.type == "cuda" else Meter(device)

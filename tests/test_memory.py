@@ -1,0 +1,454 @@
+"""Bytes by formula against the paper's numbers, against built models, and against what decoding really allocates."""
+
+import json
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from models import SMALL, build, legal_points
+from nanochat.bov import memory, placement
+from nanochat.bov.memory import Decode
+from nanochat.bov.presets import preset
+from nanochat.checkpoint_manager import save_checkpoint
+from nanochat.common import COMPUTE_DTYPE
+from nanochat.gpt import GPTConfig, config_to_dict
+from nanochat.optim import reshard
+from scripts import bov_memory
+
+BF16 = torch.bfloat16
+MIB = 2**20
+
+
+def paper(depth=12, vocab_size=32768, name="paper/bov", **fields):
+    heads = depth // 2
+    shape = dict(n_layer=depth, n_embd=64 * depth, n_head=heads, n_kv_head=heads, vocab_size=vocab_size)
+    return bov_memory.sizes_of(GPTConfig(**(shape | preset(name) | fields)))
+
+
+def at(context, batch=1, distinct=1, **more):
+    return Decode(batch, context, BF16, distinct, **more)
+
+
+def point(source, combine, coeff, shared=False, **fields):
+    axes = {"bov_layers": "last:1/2", "bov_source": source, "bov_combine": combine, "bov_coeff": coeff}
+    return SMALL | axes | {"ve_layers": "none", "trunk": "plain", "bov_shared": shared} | fields
+
+
+# ---------------------------------------------------------------------------- the paper's numbers
+
+
+@pytest.mark.parametrize("depth, baseline, bov", [(12, 36_864, 30_720), (24, 147_456, 122_880)])
+def test_kv_bytes_per_token(depth, baseline, bov):
+    sizes = paper(depth)
+    for s, expected in ((sizes, bov), (sizes.standard, baseline), (paper(depth, name="paper/baseline"), baseline)):
+        parts = memory.decode_bytes(s, at(1))
+        assert parts["k"] + parts["v"] == expected
+    assert memory.decode_bytes(sizes, at(1))["ids"] == 4
+
+
+@pytest.mark.parametrize("depth", [12, 24])
+@pytest.mark.parametrize("tokens, percent", [(262_144, 7.0), (1_048_576, 14.3)])
+def test_figure_5a(depth, tokens, percent):
+    shares = memory.shares(paper(depth, 151_936), at(tokens, strategy="gather"))
+    assert round(100 * shares["kv"], 1) == percent
+    assert shares["v"] == pytest.approx(2 * shares["kv"])
+
+
+def test_limits_name_their_denominator():
+    sizes = paper()
+    assert memory.limits(sizes) == {"v": pytest.approx(1 / 3), "kv": pytest.approx(1 / 6)}
+    far = memory.shares(sizes, at(10**12, strategy="gather"))
+    assert far["v"] == pytest.approx(1 / 3, abs=1e-6) and far["kv"] == pytest.approx(1 / 6, abs=1e-6)
+
+
+def test_tables_of_d12_and_d24():
+    assert memory.table_bytes(paper(), BF16) == 201_326_592
+    assert memory.table_bytes(paper(24), BF16) == 2 * 402_653_184
+
+
+@pytest.mark.parametrize("context, batch", [(32768, 1), (512, 64), (262_144, 3)])
+def test_break_even_is_the_vocabulary(context, batch):
+    even = memory.break_even(paper(), at(context, batch))
+    assert even["tables"] == 32768
+    assert even["all"] < even["tables"], "the W_V that is gone outweighs ids and slots"
+
+
+def test_break_even_against_a_ring():
+    """An S layer of the paper's d12 keeps 512 positions: its table pays from 64 rows on."""
+    only_s = paper(bov_layers="8,9,10")
+    assert memory.break_even(only_s, at(2048, policy="ring"))["tables"] == 64 * 2048
+    only_l = paper(bov_layers="11")
+    assert memory.break_even(only_l, at(2048, policy="ring"))["tables"] == 32768
+    assert [s.is_window(i) for s in [paper()] for i in s.bank_layers] == [True, True, True, False]
+    deep = paper(24)
+    assert sum(deep.is_window(i) for i in deep.bank_layers) == 6
+
+
+def test_ring_keeps_the_window_alone():
+    sizes = paper()
+    parts = memory.decode_bytes(sizes, at(2048, policy="ring"))
+    assert parts["k"] == (9 * 512 + 3 * 2048) * 768 * 2
+    assert parts["v"] == (6 * 512 + 2 * 2048) * 768 * 2
+
+
+def test_a_shared_table_pays_four_times_earlier():
+    assert memory.break_even(paper(bov_shared=True), at(8192))["tables"] == 32768 / 4
+
+
+def test_without_banks_nothing_is_saved():
+    for name in ("upstream", "paper/baseline", "fig5b/add_v", "table3/x0"):
+        sizes = paper(name=name)
+        assert set(memory.shares(sizes, at(2048)).values()) == {0.0}, name
+        assert set(memory.break_even(sizes, at(2048)).values()) == {math.inf}, name
+        parts = memory.decode_bytes(sizes, at(2048))
+        assert not any(parts[key] for key in ("ids", "slots", "slot_map", "pool")), name
+
+
+def test_zipf_expectation_equals_the_mean_of_draws():
+    weights = 1 / torch.arange(1, 1001, dtype=torch.float64)
+    draws = torch.multinomial(weights.expand(200, -1), 500, replacement=True, generator=torch.manual_seed(0))
+    counted = [len(row.unique()) for row in draws]
+    assert memory.zipf_distinct(1000, 500) == pytest.approx(sum(counted) / len(counted), rel=0.01)
+    assert memory.zipf_distinct(1, 7) == 1 and memory.zipf_distinct(10, 10**6) == pytest.approx(10)
+
+
+# ---------------------------------------------------------------------------- what moves which way
+
+DECODES = st.builds(
+    dict,
+    batch=st.integers(1, 64), context=st.integers(1, 5000), distinct=st.integers(1, 5000),
+    policy=st.sampled_from(memory.POLICIES), placement=st.sampled_from(placement.PLACEMENTS),
+    strategy=st.sampled_from(("gather", "pooled")), dtype=st.sampled_from((BF16, torch.float16, torch.float32)),
+)  # fmt: skip
+MODELS = st.builds(
+    lambda name, kv, vocab_size: GPTConfig(**(SMALL | {"vocab_size": vocab_size, "n_kv_head": kv} | preset(name))),
+    st.sampled_from(("paper/bov", "fig5b/shared", "fig5b/add_v", "table3/ve_gated", "upstream", "fig5b/every_layer")),
+    st.sampled_from((1, 2, 4)),
+    st.integers(2, 3000),
+)
+
+
+def decode_of(options, **changes):
+    options = options | changes
+    return Decode(**options | {"distinct": min(options["distinct"], options["batch"] * options["context"])})
+
+
+@settings(max_examples=150, deadline=None)
+@given(MODELS, DECODES, st.integers(1, 3000))
+def test_more_text_never_needs_less(config, options, more):
+    sizes = bov_memory.sizes_of(config)
+    parts = memory.decode_bytes(sizes, decode_of(options))
+    for name in ("batch", "context"):
+        longer = memory.decode_bytes(sizes, decode_of(options, **{name: options[name] + more}))
+        for key in ("k", "v", "ids", "state"):
+            assert longer[key] >= parts[key], (name, key)
+        cut = name == "context" and options["placement"] == "device"  # window layers that begin to gather need no slots
+        assert longer["slots"] >= parts["slots"] or cut
+        assert longer["weights"] == parts["weights"] and longer["tables"] == parts["tables"]
+
+
+@settings(max_examples=150, deadline=None)
+@given(MODELS, DECODES)
+def test_orders_that_always_hold(config, options):
+    sizes = bov_memory.sizes_of(config)
+    parts = memory.decode_bytes(sizes, decode_of(options))
+    assert all(isinstance(value, int) and value >= 0 for value in parts.values())
+    assert parts["v"] <= parts["k"]
+    assert (parts["v"] < parts["k"]) == bool(sizes.bank_layers)
+    full = memory.decode_bytes(sizes, decode_of(options, policy="full"))
+    assert parts["k"] <= full["k"] and parts["v"] <= full["v"]
+    on_device = memory.decode_bytes(sizes, decode_of(options, placement="device"))
+    bank_tables = len(sizes.bank_tables) * sizes.vocab * sizes.kv_dim * memory.stored("table", options["dtype"])
+    placed = options["placement"] != "device"
+    assert on_device["tables"] - parts["tables"] == (bank_tables if placed else 0)
+    if options["placement"] != "mmap":
+        assert parts["host_tables"] == (bank_tables if placed else 0)
+    else:
+        assert parts["host_tables"] <= len(sizes.bank_tables) * 2**18, "no more than a read buffer per table"
+    assert parts["pool"] <= bank_tables
+    if options["strategy"] == "gather" and options["placement"] == "device":
+        assert parts["slots"] == parts["pool"] == parts["slot_map"] == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(MODELS, DECODES)
+def test_above_break_even_a_model_saves(config, options):
+    sizes = bov_memory.sizes_of(config)
+    options |= {"placement": "device"}
+    decode = decode_of(options)
+    even = memory.break_even(sizes, decode)["tables"]
+    saved = memory.shares(sizes, decode)["v"]
+    tokens = decode.batch * decode.context
+    assert (saved > 0) == (tokens > even)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 5000), st.integers(0, 20000), st.integers(1, 1000))
+def test_distinct_tokens_grow_within_their_bound(vocab_size, tokens, more):
+    few, many = (memory.zipf_distinct(vocab_size, count) for count in (tokens + 1, tokens + 1 + more))
+    assert 1 - 1e-9 <= few <= many + 1e-9
+    assert many <= min(vocab_size, tokens + 1 + more) + 1e-6
+
+
+# ---------------------------------------------------------------------------- against built models
+
+CONFIGS = {
+    "upstream": SMALL,
+    "baseline": SMALL | preset("paper/baseline"),
+    "bov": SMALL | preset("paper/bov"),
+    "no smear, MLP, MQA": SMALL | preset("paper/bov") | {"smear": False, "mlp_hidden": 40, "n_kv_head": 1},
+    "bank over gated": SMALL | {"bov_layers": "2,3"},
+    **{" ".join(map(str, p)): point(*p) for p in legal_points()},
+}
+
+
+def split(model):
+    tables = [table.weight for table in model.value_embeds.values()]
+    known = {id(t) for t in tables}
+    return [p for p in model.parameters() if id(p) not in known], tables
+
+
+@pytest.mark.parametrize("fields", CONFIGS.values(), ids=CONFIGS)
+def test_weights_equal_a_built_model(fields):
+    model = build(randomise=False, **fields)
+    sizes = bov_memory.sizes_of(model.config)
+    weights, tables = split(model)
+    assert memory.weight_bytes(sizes, COMPUTE_DTYPE) == memory.storage_bytes(weights)
+    assert memory.table_bytes(sizes, COMPUTE_DTYPE) == memory.storage_bytes(tables)
+    assert memory.decode_bytes(sizes, Decode(1, 1, COMPUTE_DTYPE, 1))["rotary"] == memory.storage_bytes(
+        [model.cos, model.sin]
+    )
+    assert sizes.bank_layers == tuple(i for i in range(4) if i not in model.value_layers)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+@pytest.mark.parametrize("name", ["upstream", "bov", "table add head True", "no smear, MLP, MQA"])
+def test_gradients_and_optimizer_equal_a_training_step(name, ranks):
+    model = build(**CONFIGS[name])
+    optimizer = model.setup_optimizer()
+    ids = torch.arange(12).view(2, 6)
+    model(ids, ids).backward()
+    optimizer.step()
+    own = reshard([optimizer.state_for_save()], ranks, 0)["state"] if ranks > 1 else optimizer.state
+    states = [t for state in own.values() for t in state.values()]
+    expected = memory.train_bytes(bov_memory.sizes_of(model.config), COMPUTE_DTYPE, ranks)
+    assert expected["gradients"] == memory.storage_bytes(p.grad for p in model.parameters())
+    assert expected["optimizer"] == memory.storage_bytes(states)
+
+
+def test_ranks_that_cannot_share():
+    with pytest.raises(ValueError, match="--ranks 3: they cannot share the 32768 rows"):
+        memory.optimizer_bytes(paper(), BF16, 3)
+    with pytest.raises(ValueError, match="--ranks 0"):
+        memory.optimizer_bytes(paper(), BF16, 0)
+
+
+# ---------------------------------------------------------------------------- the meter
+
+
+def test_meter_counts_what_lives_and_the_most_that_lived():
+    kept = torch.zeros(MIB // 4)
+    with memory.meter("cpu") as meter:
+        a = torch.ones(MIB // 4)
+        b = a + 1
+        assert meter.live == 2 * MIB
+        del a
+        assert meter.live == MIB and meter.peak == 2 * MIB
+        b.add_(1)
+        kept.mul_(2)
+        c = b.view(2, -1)[1]
+        assert meter.live == MIB, "views, results in place and what was there before are not new"
+        del b
+        assert meter.live == MIB, "the view keeps the storage"
+        del c
+    assert meter.live == 0 and meter.peak == 2 * MIB
+
+
+def test_meter_in_inference_mode():
+    with memory.meter("cpu") as meter, torch.inference_mode():
+        x = torch.zeros(MIB // 4)
+        y = torch.nn.functional.scaled_dot_product_attention(*(x.view(1, 1, -1, 64),) * 3)
+        del x
+    assert meter.live == memory.storage_bytes([y]) == MIB and meter.peak >= 2 * MIB
+
+
+def test_storage_bytes_counts_a_storage_once_and_whole():
+    x = torch.zeros(100)
+    assert memory.storage_bytes([x, x[:3], x.view(10, 10).T]) == 400
+    assert memory.storage_bytes([torch.empty(0)]) == 0
+
+
+# ---------------------------------------------------------------------------- against real decoding
+
+
+def run(capsys, *flags):
+    """(printed lines, JSON of the last one)."""
+    bov_memory.main([*flags, "--json"])
+    lines = capsys.readouterr().out.splitlines()
+    return lines[:-1], json.loads(lines[-1])
+
+
+TINY = "--depth 4 --width 32 --head-dim 8 --vocab-size 300 --max-seq-len 256 --measure".split()
+MEASURED = {
+    "bov, device, pooled": "--context 200",
+    "bov, device, gather": "--context 200 --strategy gather",
+    "bov, more than half of the vocabulary seen": "--context 200 --batch 4 --distinct 161",
+    "bov, half of it": "--context 200 --batch 4 --distinct 160",
+    "bov, host, pooled": "--context 200 --batch 3 --placement host",
+    "bov, host, gather": "--context 300 --placement host --strategy gather",
+    "bov, mmap, every token": "--context 300 --batch 2 --placement mmap --distinct bound",
+    "past the windows": "--context 600 --batch 2",
+    "pool of the smallest size": "--context 2 --placement host",
+    "window layers only": "--context 600 --bov-layers 1,2",
+    "shared, host": "--context 200 --bov-shared --window-pattern L --placement host",
+    "GQA": "--context 200 --kv-heads 2 --batch 2 --window-pattern L",
+    "MQA, every layer": "--context 100 --kv-heads 1 --bov-layers all",
+    "add": "--context 200 --preset fig5b/add_v",
+    "gated tables beside banks": "--context 200 --preset upstream --bov-layers 2,3 --ranks 2",
+    "ve_gated baseline": "--context 200 --preset table3/ve_gated",
+    "baseline": "--context 200 --preset paper/baseline --ranks 4",
+    "no smear, per head, MLP": "--context 200 --smear false --bov-coeff head --mlp-hidden 40",
+}
+ONLY_SIDE_BY_SIDE = {"temporaries", "step_temporaries"}
+
+
+@pytest.mark.parametrize("flags", MEASURED.values(), ids=MEASURED)
+def test_formula_equals_what_is_allocated(capsys, flags):
+    lines, found = run(capsys, *TINY, *flags.split())
+    assert found["formula"].keys() == found["measured"].keys()
+    assert all(type(value) is int for side in found.values() for value in side.values())
+    differing = {key for key, value in found["formula"].items() if value != found["measured"][key]}
+    assert differing <= ONLY_SIDE_BY_SIDE
+    marked = {line.split()[1] for line in lines if line.endswith("differs")}
+    assert bool(marked) == bool(differing), "a difference is marked in the table"
+
+
+def test_past_half_the_vocabulary_the_table_is_the_pool(capsys):
+    flags = [*TINY, *"--context 200 --batch 4 --window-pattern L --distinct".split()]
+    half, more = (run(capsys, *flags, count)[1]["measured"] for count in ("160", "161"))
+    assert half["pool"] == 2 * 320 * 32 * 4 and half["slot_map"] == 12 * 320
+    assert more["pool"] == more["slot_map"] == 0 and more["slots"] == half["slots"] == 8 * 800
+
+
+@pytest.mark.xfail(strict=True, reason="each bank layer of a shared table on the device has a pool of its own")
+def test_a_shared_table_has_one_pool(capsys):
+    found = run(capsys, *TINY, *"--context 200 --bov-shared --window-pattern L".split())[1]
+    assert found["measured"]["pool"] == found["formula"]["pool"] > 0
+
+
+def test_temporaries_show_what_a_strategy_makes(capsys):
+    """Gather builds the V of all positions, pooled nothing of that size: measured, and in the formula."""
+    flags = [*TINY, *"--context 2000 --max-seq-len 2048 --window-pattern L --distinct 20".split()]
+    gather, pooled = (run(capsys, *flags, "--strategy", name)[1] for name in ("gather", "pooled"))
+    values = 2000 * 32 * 4
+    for side in ("formula", "measured"):
+        assert gather[side]["temporaries"] >= values
+        assert pooled[side]["temporaries"] < 0.6 * values
+        assert pooled[side]["temporaries"] == pytest.approx(pooled["measured"]["temporaries"], rel=0.1)
+
+
+def test_measuring_finds_what_the_formula_leaves_out(monkeypatch, capsys):
+    """A cache that also keeps something it does not name is caught: it lands in `pool`."""
+
+    class Hoarder(bov_memory.KVCache):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.hoard = torch.zeros(1000)
+
+    monkeypatch.setattr(bov_memory, "KVCache", Hoarder)
+    found = run(capsys, *TINY, "--context", "200")[1]
+    assert found["measured"]["pool"] == found["formula"]["pool"] + 4000
+
+
+# ---------------------------------------------------------------------------- the command
+
+
+def test_report_names_every_denominator(capsys):
+    lines, found = run(capsys, *"--vocab-size 151936 --context 262144 --dtype bfloat16 --strategy gather".split())
+    text = "\n".join(lines)
+    assert "of K+V of all layers" in text and "of V of all layers" in text and "weights + tables + cache" in text
+    row = next(line for line in lines if line.startswith("  of K+V"))
+    assert row.split()[-3:] == ["7.0%", "7.1%", "16.7%"]
+    assert "151,936 tokens" in text
+    assert set(found["measured"].values()) == {None}
+    assert found["formula"]["tables"] == 4 * 151_936 * 768 * 2
+
+
+def test_lists_give_one_report_each_and_json_last(capsys):
+    bov_memory.main("--depth 4 --batch 1,3 --context 10,20 --json".split())
+    lines = capsys.readouterr().out.splitlines()
+    parts = [json.loads(line)["formula"] for line in lines if line.startswith("{")]
+    row = 4 * 2 * 128 * COMPUTE_DTYPE.itemsize
+    assert [part["k"] // row for part in parts] == [10, 20, 30, 60]
+    assert lines[-1].startswith("{")
+
+
+def test_ring_report(capsys):
+    lines, _ = run(capsys, *"--window-policy ring --batch 64".split())
+    assert any("an S layer" in line and "512 positions" in line and "batch 64 on" in line for line in lines)
+    assert any("an L layer" in line and "batch 16 on" in line for line in lines)
+
+
+def test_distinct_tokens_say_where_they_come_from(capsys):
+    for word, number, origin in (("zipf", 1043, "Zipf"), ("bound", 2048, "most"), ("77", 77, "given")):
+        lines, _ = run(capsys, "--distinct", word)
+        use = next(line for line in lines if line.startswith("use"))
+        assert f"{number:,} distinct tokens (" in use and origin in use
+
+
+def test_model_of_a_checkpoint(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
+    model = build(**CONFIGS["bov"])
+    folder = tmp_path / "base_checkpoints" / "tiny"
+    meta = {"model_config": config_to_dict(model.config)}
+    save_checkpoint(folder, 7, model.state_dict(), None, meta)
+    found = run(capsys, "--model-tag", "tiny", "--context", "20")[1]["formula"]
+    weights, tables = split(model)
+    assert found["weights"] == memory.storage_bytes(weights) and found["tables"] == memory.storage_bytes(tables)
+    with pytest.raises(FileNotFoundError, match="--step 8.*steps 7"):
+        bov_memory.main(["--model-tag", "tiny", "--step", "8"])
+    with pytest.raises(ValueError, match="--model-tag with --depth, --preset"):
+        bov_memory.main(["--model-tag", "tiny", "--depth", "3", "--preset", "upstream"])
+    with pytest.raises(ValueError, match="--context 161 is past the 160 rotary positions"):
+        bov_memory.main(["--model-tag", "tiny", "--context", "161"])
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--preset paper/bank", "--preset 'paper/bank': use one of"),
+        ("--depth 0", "--depth 0"),
+        ("--width 0", "--width 0"),
+        ("--width 64 --aspect-ratio 2", "give one"),
+        ("--step 3", "--step without --model-tag"),
+        ("--context 30000 --max-seq-len 2048", "past the 20480 rotary positions.*--max-seq-len"),
+        ("--distinct 2049", "--distinct '2049': use zipf, bound or a number from 1 to 2048"),
+        ("--distinct few", "--distinct 'few'"),
+        ("--strategy fused --placement host", "--strategy fused with --placement host"),
+        ("--ranks 3", "--ranks 3: they cannot share"),
+        ("--bov-layers 12", "layer 12 is not one of"),
+        ("--measure --window-policy ring", "--measure with --window-policy ring"),
+        ("--measure --dtype float16", "--measure computes in .*NANOCHAT_DTYPE=float16"),
+        ("--measure --context 1", "--context must be at least 2"),
+        ("--measure --depth 96 --context 100000", "--measure needs .* choose less"),
+    ],
+)
+def test_errors_for_people(flags, message):
+    with pytest.raises(ValueError, match=message):
+        bov_memory.main(flags.split())
+
+
+@pytest.mark.parametrize("flags", ["--batch -1", "--batch 0", "--context 1,x", "--placement disk", "--dtype int8"])
+def test_flags_that_argparse_refuses(flags, capsys):
+    with pytest.raises(SystemExit) as stop:
+        bov_memory.main(flags.split())
+    assert stop.value.code == 2 and flags.split()[0] in capsys.readouterr().err
+
+
+def test_plot(tmp_path, capsys):
+    path = tmp_path / "saved.png"
+    bov_memory.main(["--plot", str(path), "--vocabs", "1000,32768,151936"])
+    assert path.read_bytes().startswith(b"\x89PNG") and f"written: {path}" in capsys.readouterr().out
