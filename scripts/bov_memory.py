@@ -365,7 +365,7 @@ def table_lines(formula: dict, standard: dict, measured: dict | None, ranks: int
         yield line
 
 
-def saving_lines(sizes: Sizes, decode: Decode):
+def saving_lines(sizes: Sizes, decode: Decode, distinct):
     """What is saved against standard attention, every denominator named, and where it begins."""
     if not sizes.bank_layers:
         yield "nothing is saved: every layer of this model caches V"
@@ -376,12 +376,15 @@ def saving_lines(sizes: Sizes, decode: Decode):
         label = f"of {memory.DENOMINATORS[name]}"
         yield f"  {label:32}{shares[name]:>18.1%}{shares[f'{name}_all']:>12.1%}{limits[name]:>22.1%}"
     yield f"  {'of ' + memory.DENOMINATORS['everything']:50}{shares['everything']:>12.1%}"
-    even = memory.break_even(sizes, decode)
-    tokens = {name: "never" if math.isinf(count) else f"{math.ceil(count):,}" for name, count in even.items()}
-    yield (
-        f"break-even at batch * context = {tokens['tables']} tokens, where the tables equal the V no longer cached; "
-        f"{tokens['all']} with ids, slots, slot map and the dropped W_V counted"
-    )
+    yield "break-even"
+    if decode.placement == "device":
+        even = memory.break_even(sizes, decode)
+        tokens = {name: "never" if math.isinf(count) else f"{math.ceil(count):,}" for name, count in even.items()}
+        yield f"  tables = V no longer cached, at batch * context of {tokens['tables']:>15} tokens"
+        yield f"  the same with ids, slots, slot map and the dropped W_V {tokens['all']:>10} tokens"
+    batch = memory.paying_batch(sizes, decode, distinct)
+    start = f"from batch {batch:,} on" if batch else f"at no batch up to {memory.MOST_ROWS:,}"
+    yield f"  everything held on the device, pool included, is less {start} (context {decode.context:,})"
     if decode.policy == "ring":
         yield from ring_lines(sizes, decode)
 
@@ -457,7 +460,13 @@ def report(args, batch: int, context: int):
         f"use     batch {batch:,}, context {context:,}, {str(dtype).removeprefix('torch.')}, window policy "
         f"{decode.policy}, tables on {decode.placement}, {decode.strategy}, {distinct:,} distinct tokens ({origin})\n"
     )
-    for line in (*table_lines(formula, standard, measured, args.ranks), "", *saving_lines(sizes, decode)):
+
+    def kinds(tokens):
+        given = args.distinct.isdigit()
+        return min(distinct, tokens) if given else distinct_tokens(args.distinct, config.vocab_size, tokens)[0]
+
+    lines = (*table_lines(formula, standard, measured, args.ranks), "", *saving_lines(sizes, decode, kinds))
+    for line in lines:
         print(line)
     if args.json:
         measured = measured or dict.fromkeys(formula)

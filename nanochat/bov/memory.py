@@ -351,6 +351,31 @@ def _tokens(paid: int, saved: float) -> float:
     return math.inf if saved <= 0 else max(0.0, paid / saved)
 
 
+MOST_ROWS = 2**20
+
+
+def paying_batch(sizes: Sizes, decode: Decode, distinct) -> int | None:
+    """Smallest batch at `decode`'s context from which on everything held, pool included, is less than in the standard
+    form; None when that takes more than MOST_ROWS. distinct: number of tokens -> U.
+    """
+
+    def saves(batch):
+        there = replace(decode, batch=batch, distinct=distinct(batch * decode.context))
+        return held(decode_bytes(sizes, there)) < held(decode_bytes(sizes.standard, there))
+
+    tried = sorted({round(2 ** (k / 4)) for k in range(81)})  # the pool comes and goes: not monotonous
+    failed = [batch for batch in tried if not saves(batch)]
+    if not failed:
+        return 1
+    if failed[-1] == MOST_ROWS:
+        return None
+    low, high = failed[-1], tried[tried.index(failed[-1]) + 1]
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if saves(middle) else (middle, high)
+    return high
+
+
 # ---------------------------------------------------------------------------- measuring
 
 
