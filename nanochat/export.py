@@ -71,20 +71,12 @@ def _check_folder(out):
     """ValueError unless `out` is new, empty, or an export of ours, possibly an interrupted one."""
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out} is a file: name a folder")
+    weights = out / WEIGHTS
+    ours = weights.exists() and SafetensorsFile(weights).metadata.get("writer") == FORMAT
     for name in sorted(os.listdir(out)) if out.exists() else ():
-        known = name in (WEIGHTS, CONFIG, TOKENIZER) or (name.startswith(".") and name.endswith(".tmp"))
-        if not known or (name == CONFIG and not _is_ours(out / CONFIG)):
-            raise ValueError(f"--out {out} holds {name}, which is no export's: name a new folder")
-    if (out / WEIGHTS).exists() and SafetensorsFile(out / WEIGHTS).metadata.get("writer") != FORMAT:
-        raise ValueError(f"--out {out} holds another program's {WEIGHTS}: name a new folder")
-
-
-def _is_ours(path) -> bool:
-    try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(facts, dict) and facts.get("format") == FORMAT
+        leftover = name.startswith(".") and name.endswith(".tmp")
+        if not (leftover or (ours and name in (WEIGHTS, CONFIG, TOKENIZER))):
+            raise ValueError(f"--out {out} holds {name}, which is not an export's: name a new folder")
 
 
 @torch.no_grad()

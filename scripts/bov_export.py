@@ -44,7 +44,7 @@ def report(out, model, facts, asked) -> str:
     lines.append(f"  folded   {folding(facts, asked)}")
     lines.append(f"use it: python -m scripts.bov_sample --export {out}")
     if tables:
-        lines.append("        --bov-placement host or mmap keeps the tables out of the device's memory")
+        lines.append("        --bov-placement mmap reads table rows from this file, host from the CPU's memory")
     return "\n".join(lines)
 
 

@@ -242,17 +242,19 @@ def foreign(out, kind):
         (out / "notes.txt").touch()
     elif kind == "config":
         (out / "config.json").write_text('{"model_type": "llama"}')
+    elif kind == "tokenizer":
+        (out / "tokenizer").mkdir()
     else:
         save_file({"w": torch.ones(2)}, out / "model.safetensors")
 
 
-@pytest.mark.parametrize("kind", ["notes", "config", "weights"])
+@pytest.mark.parametrize("kind", ["notes", "config", "tokenizer", "weights"])
 def test_other_peoples_files_are_left_alone(tmp_path, tokenizer, kind):
     foreign(tmp_path / "out", kind)
-    before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    before = {path: path.is_dir() or path.read_bytes() for path in (tmp_path / "out").iterdir()}
     with pytest.raises(ValueError, match="--out .*out holds .*name a new folder"):
         export(make(), tokenizer, tmp_path / "out")
-    assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+    assert {path: path.is_dir() or path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
 
 
 def test_a_file_is_no_folder(tmp_path, tokenizer):

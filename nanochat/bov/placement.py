@@ -337,39 +337,40 @@ def place(model, where, path=None):
     Raises ValueError as check_placement does, and for a file whose tables are not those of the model.
     """
     check_placement(model, where, path)
-    device = model.transformer.wte.weight.device
-    for key, banks in placed_tables(model).items():
-        _place_one(key, banks, where, path, device)
-
-
-def _place_one(key, banks, where, path, device):
-    embedding = banks[0].table
-    if where == "mmap":
-        rows = OnDisk(path, key, device, embedding.weight.dtype)
-        _check_table(rows, embedding)
-        embedding.weight = _frozen(embedding.weight.to("meta"))
-    else:
-        if embedding.weight.is_meta:
-            embedding.weight = _frozen(banks[0].rows.fetch(torch.arange(embedding.num_embeddings)))
+    device, users = model.transformer.wte.weight.device, placed_tables(model)
+    if where == "mmap":  # every table is checked before one moves
+        files = {key: _on_disk(path, key, banks[0].table, device) for key, banks in users.items()}
+    for key, banks in users.items():
+        if where == "mmap":
+            home, banks[0].table.weight = files[key], _frozen(banks[0].table.weight.to("meta"))
+        else:
+            home = _in_memory(banks, where, device)
         for bank in banks:
-            bank.rows = None  # lets go of memory pinned before
-        rows = OnHost(embedding, device) if where == "host" else OnDevice(embedding.to(device))
-    for bank in banks:
-        bank.rows = rows
+            bank.rows = home
 
 
 def _frozen(tensor):
     return nn.Parameter(tensor, requires_grad=False)
 
 
-def _check_table(rows, embedding):
-    """ValueError unless the file holds the model's table: its shape, and its rows as far as they are in memory."""
-    place = f"{rows.file.path}: {rows.key}"
-    if (rows.vocab, rows.width) != (embedding.num_embeddings, embedding.embedding_dim):
-        raise ValueError(f"{place} is {rows.vocab} x {rows.width}, the model's {tuple(embedding.weight.shape)}")
-    if embedding.weight.is_meta:
-        return
-    try:
-        verify(rows, torch.arange(rows.vocab), embedding.weight.detach())
-    except ValueError as error:
-        raise ValueError(f"{place} is not the model's table ({error}): load the exported model itself") from error
+def _in_memory(banks, where, device):
+    """The home of a table in the memory of `device` or of the host, brought there if need be."""
+    table = banks[0].table
+    if table.weight.is_meta:
+        table.weight = _frozen(banks[0].rows.fetch(torch.arange(table.num_embeddings)))
+    for bank in banks:
+        bank.rows = None  # lets go of memory pinned before
+    return OnHost(table, device) if where == "host" else OnDevice(table.to(device))
+
+
+def _on_disk(path, key, table, device):
+    """The home of a table in a file; ValueError unless it has the table's shape and, where they are in memory, rows."""
+    home = OnDisk(path, key, device, table.weight.dtype)
+    if (home.vocab, home.width) != tuple(table.weight.shape):
+        raise ValueError(f"{path}: {key} is {home.vocab} x {home.width}, the model's {tuple(table.weight.shape)}")
+    if not table.weight.is_meta:
+        try:
+            verify(home, torch.arange(home.vocab), table.weight.detach())
+        except ValueError as error:
+            raise ValueError(f"{path}: {key} is not the model's ({error}): load the exported model itself") from error
+    return home
