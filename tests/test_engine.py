@@ -404,7 +404,7 @@ def closest_pair(model, tokens):
     return (best[:, 0] - best[:, 1]).min().item()
 
 
-@pytest.mark.parametrize("strategy", ["gather", "pooled", "auto"])
+@pytest.mark.parametrize("strategy", ["gather", "fused", "pooled", "auto"])
 def test_many_prompts_continue_as_each_would_alone(strategy):
     engine = bov_engine(strategy=strategy)
     prompts = [[BOS], [BOS, *b"a longer prompt than the others"], [BOS, *b"five!"]]
@@ -446,7 +446,7 @@ def test_many_prompts_refuse(prompts, message):
         bov_engine().generate_many(prompts)
 
 
-@pytest.mark.parametrize("strategy", ["gather", "pooled", "auto"])
+@pytest.mark.parametrize("strategy", ["gather", "fused", "pooled", "auto"])
 def test_samples_of_one_prompt_decode_without_values_as_with(strategy):
     engine, kept = bov_engine(strategy=strategy), bov_engine()
     kept.value_layers = None

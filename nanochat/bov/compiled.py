@@ -66,6 +66,8 @@ def compile_fused(dynamic=False) -> str | None:
         torch.compile(lambda x: x.square() + 1, dynamic=False)(torch.ones(64))
     except Exception as error:  # inductor raises many kinds
         return next((line for line in str(error).splitlines() if "error:" in line), type(error).__name__).strip()
+    if dynamic:  # batch, groups and layouts each want a variant; past the limit torch would silently run as written
+        torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     for fused in Fused.every:
         if fused.dynamic == dynamic:
             fused.run, fused.compiled = torch.compile(fused.function, dynamic=dynamic), True

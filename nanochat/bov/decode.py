@@ -3,8 +3,8 @@
 With p = softmax(q K^T / sqrt(D)) and ids i_t, the output of a head is
     gamma sum_t p_t E[i_t]  =  gamma sum_u w_u E[u],   w_u = sum over t with i_t = u of p_t.
 gather  V = E[ids] of the attended positions, then ordinary attention (the paper, section 4)
-pooled  p is added up by token into w, then one product with the rows of the distinct tokens; nothing of size (T, D)
-fused   a Triton kernel that reads K from the cache and rows by id (kernels.py)
+fused   rows are read by id while they are added up; V is never collected (CPU: one_query.py, CUDA: kernels.py)
+pooled  p is added up by token into w, then the rows of the U distinct tokens are: its cost does not depend on T
 auto    see `choose`
 Shapes: B batch, T positions cached so far, Tq new ones, S positions allocated, H kv heads, N query heads, D head dim,
 V padded vocab, U distinct tokens.
@@ -13,18 +13,19 @@ V padded vocab, U distinct tokens.
 import torch
 import torch.nn.functional as F
 
+from nanochat.bov import kernels
 from nanochat.bov.one_query import scores, weigh
 
-STRATEGIES = ("auto", "gather", "pooled", "fused")
+STRATEGIES = ("auto", "gather", "fused", "pooled")
 
 
 class History:
-    """Token ids of all cached positions, and what pooled attention derives from them, once for all layers.
+    """Token ids of all cached positions, and what is derived from them, once for all layers.
 
     ids (B, S) int32; lengths (B,) int32, filled positions of each row; length and shortest, their extremes, as ints.
-    Derived when first asked for: slots (B, S) int64 position -> slot; token_slot (V,) int32 token -> slot, -1 unseen;
-    pool_ids (V,) int64 slot -> token; distinct = U. Each appended token costs O(1), and one `.item()` per step.
-    Once U passes half the vocabulary of a table on the device, the table itself is the pool (`direct`: slot = id).
+    Derived when pooled attention or a placed table first asks: slots (B, S) int64 position -> slot; token_slot (V,)
+    int32 token -> slot, -1 unseen; pool_ids (V,) int64 slot -> token; distinct = U; and for each table that is not on
+    the device a pool, the rows of the distinct tokens. Each appended token costs O(1), and one `.item()` per step.
     """
 
     def __init__(self, batch_size, seq_len, device, strategy="auto"):
@@ -43,7 +44,7 @@ class History:
 
     def _forget(self):
         self.slots = self.token_slot = self.pool_ids = None
-        self.distinct, self.direct = 0, False
+        self.distinct = 0
         self._pending = 0  # newest positions of every row that have no slot yet
         self._pools = {}
 
@@ -51,6 +52,10 @@ class History:
     def ragged(self) -> bool:
         """Whether rows differ in length."""
         return self.shortest != self.length
+
+    def first_seen(self, Tq, window) -> int:
+        """The earliest position that the newest Tq queries of any row can see."""
+        return max(0, self.shortest - Tq - window) if window >= 0 else 0
 
     def append(self, idx):
         """Take the next tokens of every row: idx (B, T)."""
@@ -97,29 +102,24 @@ class History:
 
     # ------------------------------------------------------------------------ slots and pools
 
-    def assign_slots(self, table):
-        """Give every position its slot; `table` (placement.py) says how many tokens there are and where rows lie."""
+    def assign_slots(self, vocab):
+        """Give every position its slot; `vocab` tokens there are at most (rows of a table)."""
         if self.slots is None:
             self.slots = torch.zeros(self.ids.shape, dtype=torch.int64, device=self.ids.device)
-            self.token_slot = torch.full((table.vocab,), -1, dtype=torch.int32, device=self.ids.device)
-            self.pool_ids = torch.zeros(table.vocab, dtype=torch.int64, device=self.ids.device)
+            self.token_slot = torch.full((vocab,), -1, dtype=torch.int32, device=self.ids.device)
+            self.pool_ids = torch.zeros(vocab, dtype=torch.int64, device=self.ids.device)
             self._assign(slice(None), slice(0, self.length))
         elif self._pending and self.ragged:
             self._assign(*self._newest(self._pending, ends=self.lengths))
         elif self._pending:
             self._assign(slice(None), slice(self.length - self._pending, self.length))
         self._pending = 0
-        if not self.direct and table.weight is not None and 2 * self.distinct > table.vocab:
-            self._use_table(table)
 
     def _assign(self, rows, positions):
         tokens = self.ids[rows, positions]
         if self.ragged and isinstance(positions, slice):  # behind the end of a row its first token stands in
             past = torch.arange(self.length, device=tokens.device) >= self.lengths[:, None]
             tokens = torch.where(past, tokens[:, :1], tokens)
-        if self.direct:
-            self.slots[rows, positions] = tokens.long()
-            return
         flat = tokens.flatten().long()
         known = self.token_slot[flat]
         order = torch.arange(len(flat), dtype=torch.int32, device=flat.device)
@@ -134,20 +134,12 @@ class History:
         self.slots[rows, positions] = slot.long().view(tokens.shape)
         self.distinct += int(fresh.sum().item())
 
-    def _use_table(self, table):
-        self.direct, self.distinct = True, table.vocab
-        self.slots[:, : self.length] = self.ids[:, : self.length]
-        self._pools.clear()
-        self.token_slot = self.pool_ids = None
-
     def pool(self, table):
-        """Rows of the distinct tokens in the order of their slots, (U, H * D); call assign_slots first."""
-        if self.direct:
-            return table.weight
+        """Rows of the distinct tokens of a placed table in the order of their slots, (U, H * D), each fetched once."""
         filled, rows = self._pools.get(table, (0, None))
         if filled < self.distinct:
             if rows is None or len(rows) < self.distinct:
-                grown = min(table.vocab, max(64, 2 * self.distinct))
+                grown = min(table.vocab, self.distinct + self.distinct // 4 + 64)
                 larger = torch.empty(grown, table.width, dtype=table.dtype, device=table.device)
                 if filled:
                     larger[:filled] = rows[:filled]
@@ -156,15 +148,43 @@ class History:
             self._pools[table] = self.distinct, rows
         return rows[: self.distinct]
 
-    def values(self, table, first):
-        """Rows of the tokens at positions `first`.. of every row: (B, T - first, H * D)."""
+    def rows(self, table):
+        """(weight (R, H * D), index (B, S)): the row of a position is weight[index]."""
         if table.weight is not None:
-            return F.embedding(self.ids[:, first : self.length], table.weight)
-        self.assign_slots(table)
-        return F.embedding(self.slots[:, first : self.length], self.pool(table))
+            return table.weight, self.ids
+        self.assign_slots(table.vocab)
+        return self.pool(table), self.slots
+
+    def distinct_rows(self, table):
+        """(weight (R, H * D), index (1, U)): the row of a slot is weight[index]."""
+        self.assign_slots(table.vocab)
+        if table.weight is not None:
+            return table.weight, self.pool_ids[None, : self.distinct]
+        return self.pool(table), torch.arange(self.distinct, device=self.ids.device)[None]
 
 
 # ---------------------------------------------------------------------------- attention
+
+
+# Cached positions of a row from which pooled is faster than fused on a CPU: runs/LOG.md, "decoding on a CPU".
+POOLED_FROM = 8192
+
+
+def choose(strategy, q, history, window) -> str:
+    """The one place that decides how a layer decodes: gather, fused or pooled.
+
+    Several new positions gather: they have many queries. Where the window has passed, pooled becomes gather: few rows
+    are left. auto on a CPU: pooled from POOLED_FROM positions on, fused before and for windows. On CUDA: fused, or
+    gather where Triton is missing.
+    """
+    cut = 0 <= window < history.length - 1
+    if q.size(1) > 1:
+        return "gather"
+    if strategy == "auto":
+        if q.is_cuda:
+            return "gather" if kernels.available(q.device) else "fused"
+        return "fused" if cut or history.length < POOLED_FROM else "pooled"
+    return "gather" if strategy == "pooled" and cut else strategy
 
 
 def attend(q, k, table, history, *, coeff, window, strategy, dense):
@@ -173,12 +193,14 @@ def attend(q, k, table, history, *, coeff, window, strategy, dense):
     table: placement.OnDevice, OnHost or OnDisk; coeff: (1,) or (H,) or None; window: a query sees itself and `window`
     keys before it, < 0 all; strategy: see `choose`; dense: the host's flash_attn_with_kvcache.
     """
-    chosen = choose(strategy, q, history, window, table)
-    if chosen == "fused":
-        from nanochat.bov import kernels
-
-        return kernels.fused(q, k, table.weight, history.ids, history.lengths, coeff=coeff, window=window)
-    y = _pooled(q, k, table, history) if chosen == "pooled" else _gather(q, k, table, history, window, dense)
+    chosen = choose(strategy, q, history, window)
+    if chosen == "fused" and q.is_cuda:
+        weight, index = history.rows(table)
+        return kernels.fused(q, k, weight, index, history.lengths, coeff=coeff, window=window)
+    if chosen == "gather":
+        y = _gather(q, k, table, history, window, dense)
+    else:
+        y = (_fused if chosen == "fused" else _pooled)(q, k, table, history, window)
     if coeff is None:
         return y
     if coeff.numel() > 1:
@@ -186,46 +208,42 @@ def attend(q, k, table, history, *, coeff, window, strategy, dense):
     return y * coeff.to(y.dtype).view(-1, 1)
 
 
-# Cached positions of a row from which pooled is faster than gather: runs/LOG.md, "decode on a CPU".
-POOLED_FROM = 1024
-
-
-def choose(strategy, q, history, window, table) -> str:
-    """The one place that decides how a layer decodes: gather, pooled or fused.
-
-    Several new positions, and layers whose window has passed, gather: they need few rows or many queries. Otherwise
-    auto takes fused on a CUDA device with the table on it, pooled from POOLED_FROM positions on, and gather before.
-    """
-    cut = 0 <= window < history.length - 1
-    if q.size(1) > 1 or strategy == "gather":
-        return "gather"
-    if strategy == "fused" or (strategy == "auto" and q.is_cuda and table.weight is not None):
-        return "fused"
-    if cut or (strategy == "auto" and history.length < POOLED_FROM):
-        return "gather"
-    return "pooled"
-
-
 def _gather(q, k, table, history, window, dense):
-    first = max(0, history.shortest - q.size(1) - window) if window >= 0 else 0
-    v = history.values(table, first).view(len(q), -1, *k.shape[2:])
+    first = history.first_seen(q.size(1), window)
+    weight, index = history.rows(table)
+    v = F.embedding(index[:, first : history.length], weight).view(len(q), -1, *k.shape[2:])
     seen = history.lengths - first if history.ragged else history.length - first
     return dense(q, k[:, first:], v.to(q.dtype), cache_seqlens=seen, causal=True, window_size=(window, 0))
 
 
-def _pooled(q, k, table, history):
-    """softmax and its sums by token in fp32; one product for all rows of the batch."""
-    history.assign_slots(table)
-    rows = history.pool(table)
+def _fused(q, k, table, history, window):
+    first = history.first_seen(1, window)
+    weight, index = history.rows(table)
+    p = _probabilities(q, k, history, first, window)
+    return weigh(p, weight, index[:, first : history.length]).view(q.shape).to(q.dtype)
+
+
+def _pooled(q, k, table, history, window):
+    """One sum of rows for the whole batch: its queries of one kv head side by side."""
+    p = _probabilities(q, k, history, 0, window)
+    weight, index = history.distinct_rows(table)
+    B, H, G, T = p.shape
+    slots = history.slots[:, None, None, :T].expand(B, H, G, T)
+    w = p.new_zeros(B, H, G, index.size(1)).scatter_add_(3, slots, p)
+    y = weigh(w.transpose(0, 1).reshape(1, H, B * G, -1), weight, index)
+    return y.view(H, B, G, -1).transpose(0, 1).reshape(q.shape).to(q.dtype)
+
+
+def _probabilities(q, k, history, first, window):
+    """softmax in fp32 over the keys from `first` on: q (B, 1, N, D), k (B, T, H, D) -> (B, H, G, T - first)."""
     B, _, N, D = q.shape
     H = k.size(2)
-    p = scores(q.view(B, H, N // H, D), k.transpose(1, 2)).view(B, N, -1).mul_(D**-0.5)
+    s = scores(q.view(B, H, N // H, D), k[:, first:].transpose(1, 2)).mul_(D**-0.5)
     if history.ragged:
-        past = torch.arange(history.length, device=q.device) >= history.lengths[:, None]
-        p.masked_fill_(past[:, None], -torch.inf)
-    p = p.softmax(-1)
-    slots = history.slots[:, None, : history.length].expand(B, N, -1)
-    w = p.new_zeros(B, N, len(rows)).scatter_add_(2, slots, p)
-    w = w.view(B, H, N // H, -1).transpose(0, 1).reshape(1, H, B * (N // H), -1)
-    y = weigh(w, rows.view(1, -1, H, D).transpose(1, 2))
-    return y.view(H, B, N // H, D).transpose(0, 1).reshape(B, 1, N, D).to(q.dtype)
+        position = torch.arange(first, history.length, device=q.device)
+        newest = history.lengths[:, None] - 1
+        hidden = position > newest
+        if window >= 0:
+            hidden |= position < newest - window
+        s.masked_fill_(hidden[:, None, None], -torch.inf)
+    return s.softmax(-1)

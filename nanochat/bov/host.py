@@ -38,9 +38,8 @@ class Bank:
     from while decoding (placement.py).
     """
 
-    def __init__(self, spec: ValueSpec, table=None, origin=None):
-        self.spec, self.table, self.origin = spec, table, origin
-        self.rows = None if table is None else OnDevice(table)
+    def __init__(self, spec: ValueSpec, table=None, rows=None, origin=None):
+        self.spec, self.table, self.rows, self.origin = spec, table, rows, origin
         self.records = self.releases = False
         self.first = None
 
@@ -108,18 +107,20 @@ def install(model) -> None:
         setattr(model, name, None)
     specs = layer_specs(model.config.n_layer, axes_of(model.config))
     blocks, wte = model.transformer.h, model.transformer.wte
-    tables = nn.ModuleDict()
+    tables, rows = nn.ModuleDict(), {None: None}
     for block, spec in zip(blocks, specs, strict=True):
         attn = block.attn
         if spec.table is not None and str(spec.table) not in tables:
             tables[str(spec.table)] = _table(wte, attn)
+            rows[spec.table] = OnDevice(tables[str(spec.table)])
         if not spec.projects:
             attn.c_v = None
         attn.ve_gate = _gate(attn) if spec.gated else None
         for name, (size, _) in spec.coefficients(attn.n_kv_head).items():
             attn.register_parameter(name, nn.Parameter(torch.empty(size, device=wte.weight.device)))
         table = None if spec.table is None else tables[str(spec.table)]
-        attn.bank = Bank(spec, table, origin=blocks[0].attn.bank if spec.source == "first" else None)
+        origin = blocks[0].attn.bank if spec.source == "first" else None
+        attn.bank = Bank(spec, table, rows[spec.table], origin)
     users = [block.attn.bank for block in blocks if block.attn.bank.spec.source == "first"]
     if users:
         blocks[0].attn.bank.records = users[-1].releases = True

@@ -1,37 +1,25 @@
 """The two passes over memory of attention with one query per row: scores over the keys, then a weighted sum of rows.
 
-Both are bound by memory bandwidth when they read bf16 once and compute in fp32. On a CPU a compiled loop does that;
-without a compiler pieces that fit the cache are converted first. On CUDA matmuls do it.
-Shapes: B batch, H kv heads, G query heads of one kv head, T keys or rows, D head dim.
+Both are bound by memory bandwidth as long as bf16 is read once and added up in fp32. On a CPU the scores want a
+compiled loop (without a compiler, pieces that fit the cache are converted first), and the sum is torch's embedding_bag,
+which reads rows by index while it adds them: of a table by token, of a V cache by position. No row is copied.
+Shapes: B batch, H kv heads, G query heads of one kv head, T keys, R rows of a table, D head dim.
 """
 
 import torch
+import torch.nn.functional as F
 
 from nanochat.bov.compiled import Fused
 
 PIECE = 2**20  # elements converted to fp32 at a time, 4 MiB
+FEW_QUERIES = 4  # up to here a pass per query over rows in cache beats a matmul over converted pieces
 
 
 def _row_products(q, k):
     return (q[:, :, :, None].float() * k[:, :, None].float()).sum(-1)
 
 
-def _weighted_sum(w, rows):
-    return (w[..., None] * rows[:, :, None].float()).sum(-2)
-
-
 ROW_PRODUCTS = Fused(_row_products, dynamic=True)
-WEIGHTED_SUM = Fused(_weighted_sum, dynamic=True)
-
-
-def _pieces(rows):
-    """(positions as a slice, rows there in fp32) of rows (B, H, T, D); each piece reuses the memory of the last one."""
-    B, H, T, D = rows.shape
-    length = min(T, max(16, PIECE // (B * H * D)))
-    buffer = torch.empty(B, H, length, D, dtype=torch.float32, device=rows.device)
-    for start in range(0, T, length):
-        piece = rows[:, :, start : start + length]
-        yield slice(start, start + length), buffer[:, :, : piece.size(2)].copy_(piece)
 
 
 def scores(q, k):
@@ -42,24 +30,72 @@ def scores(q, k):
         B, H, G, D = q.shape
         products = torch.bmm(q.reshape(B * H, G, D), k.reshape(B * H, -1, D).mT, out_dtype=torch.float32)
         return products.view(B, H, G, -1)
-    if ROW_PRODUCTS.compiled:
+    if ROW_PRODUCTS.compiled and q.size(2) <= FEW_QUERIES:
         return ROW_PRODUCTS(q, k)
-    products, q = torch.empty(*q.shape[:3], k.size(2)), q.float()
-    for at, piece in _pieces(k):
-        products[..., at] = q @ piece.mT
+    B, H, T, D = k.shape
+    length = min(T, max(16, PIECE // (B * H * D)))
+    buffer = torch.empty(
+        B, H, length, D, dtype=torch.float32
+    )  # one for all pieces: fresh memory costs more than the sum
+    products, q = torch.empty(*q.shape[:3], T, dtype=torch.float32), q.float()
+    for start in range(0, T, length):
+        piece = k[:, :, start : start + length]
+        products[..., start : start + length] = q @ buffer[:, :, : piece.size(2)].copy_(piece).mT
     return products
 
 
-def weigh(w, rows):
-    """Sum of rows by weights: w (B, H, G, T) in fp32, rows (B, H, T, D) -> (B, H, G, D) in fp32.
+def weigh(w, weight, index):
+    """Sum of table rows by weights: w (B, H, G, T) in fp32, weight (R, H * D), index (B, T) or (1, T) -> (B, H, G, D).
 
-    On CUDA the weights are cast to the dtype of the rows.
+    The result has the dtype of `weight`, sums are in fp32.
     """
-    if rows.dtype == torch.float32 or rows.is_cuda:
-        return (w.to(rows.dtype) @ rows).float()
-    if WEIGHTED_SUM.compiled:
-        return WEIGHTED_SUM(w, rows)
-    return sum(w[..., at] @ piece for at, piece in _pieces(rows))
+    H, D = w.size(1), weight.size(1) // w.size(1)
+    if weight.is_cuda or w.size(2) > FEW_QUERIES:
+        return _weigh_pieces(w, weight, index)
+    heads = torch.arange(H, dtype=torch.int32)[:, None]
+    return _bags(w, weight.view(-1, D), index.int()[:, None] * H + heads)
+
+
+def weigh_values(w, v):
+    """The same for cached values v (B, H, T, D), each row of which lies in one piece: -> (B, H, G, D)."""
+    B, H, T, D = v.shape
+    if w.size(2) > FEW_QUERIES or v.stride(3) != 1 or any(stride % D for stride in v.stride()[:3]):
+        return (w.to(v.dtype) @ v).to(v.dtype)
+    strides = [stride // D for stride in v.stride()[:3]]
+    places = sum(
+        stride * torch.arange(size, dtype=torch.int32).view([-1 if i == dim else 1 for i in range(3)])
+        for dim, (size, stride) in enumerate(zip((B, H, T), strides, strict=True))
+    )
+    rows = 1 + sum((size - 1) * stride for size, stride in zip((B, H, T), strides, strict=True))
+    return _bags(w, v.as_strided((rows, D), (D, 1)), places)
+
+
+def _bags(w, rows, places):
+    """One bag per query: w (B, H, G, T), rows (R', D), places (B or 1, H, T) int32 -> (B, H, G, D).
+
+    Fewer bags than threads are cut into parts, so that every thread has one.
+    """
+    B, H, G, T = w.shape
+    bags = B * H * G
+    parts = -(-torch.get_num_threads() // bags) if T > 1024 else 1
+    offsets = (torch.arange(bags)[:, None] * T + torch.arange(parts) * T // parts).flatten().int()
+    places = places[:, :, None].expand(B, H, G, T).flatten()
+    y = F.embedding_bag(places, rows, offsets, mode="sum", per_sample_weights=w.to(rows.dtype).flatten())
+    if parts > 1:
+        y = y.view(bags, parts, -1).float().sum(1).to(rows.dtype)
+    return y.view(B, H, G, -1)
+
+
+def _weigh_pieces(w, weight, index):
+    """Matmuls over rows that are collected PIECE elements at a time."""
+    B, H, G, T = w.shape
+    length = max(16, PIECE // (len(index) * weight.size(1)))
+    y = 0
+    for start in range(0, T, length):
+        piece = F.embedding(index[:, start : start + length], weight).unflatten(2, (H, -1)).transpose(1, 2)
+        part = w[..., start : start + length]
+        y = y + (part.to(piece.dtype) @ piece).float() if weight.is_cuda else y + part @ piece.float()
+    return y.to(weight.dtype)
 
 
 def attend(q, k, v):
@@ -67,4 +103,4 @@ def attend(q, k, v):
     B, N, _, D = q.shape
     H = k.size(1)
     p = scores(q.reshape(B, H, N // H, D), k).mul_(D**-0.5).softmax(-1)
-    return weigh(p, v).to(q.dtype).view(B, N, 1, D)
+    return weigh_values(p, v).view(B, N, 1, D)
