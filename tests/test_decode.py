@@ -358,6 +358,33 @@ def test_pools_grow_in_few_steps():
     assert max(sizes) <= 1.6 * 1000 * table.width * 4
 
 
+@settings(deadline=None, max_examples=40)
+@given(
+    lengths=st.lists(st.integers(1, 6), min_size=1, max_size=3),
+    appends=st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    seed=st.integers(0, 99),
+)
+def test_the_order_of_slots_does_not_depend_on_when_they_are_asked_for(lengths, appends, seed):
+    generator = torch.Generator().manual_seed(seed)
+    late, early = (History(len(lengths), 30, "cpu") for _ in range(2))
+    start = torch.randint(0, 9, (len(lengths), 6), generator=generator)
+    for history in (late, early):
+        for row, length in enumerate(lengths):
+            one = History(1, 6, "cpu")
+            one.append(start[row : row + 1, :length])
+            history.prefill_row(row, one)
+        history.settle(lengths)
+    for T in appends:
+        ids = torch.randint(0, 9, (len(lengths), T), generator=generator)
+        early.assign_slots(9)
+        for history in (late, early):
+            history.append(ids)
+    late.assign_slots(9)
+    assert early.assign_slots(9) == late.distinct and torch.equal(early.token_slot, late.token_slot)
+    for row, length in enumerate(late.lengths.tolist()):
+        assert torch.equal(early.slots[row, :length], late.slots[row, :length])
+
+
 def test_a_shared_table_has_one_pool_and_a_window_cuts_what_is_read():
     model = build(**preset("fig5b/shared"), sequence_len=64, n_layer=6)
     banks = [block.attn.bank for block in model.transformer.h[4:]]
@@ -449,9 +476,21 @@ def test_bank_layers_hold_no_value_bytes():
     ],
 )
 def test_the_choice_of_a_strategy(strategy, Tq, length, window, chosen):
-    history = History(1, 1, "cpu")
-    history.length = length
-    assert decode.choose(strategy, torch.empty(1, Tq, 2, 4), history, window) == chosen
+    """The ids hold one token, so from POOLED_FROM on the row is long enough."""
+    history = History(1, 5000, "cpu")
+    history.append(torch.zeros(1, min(length, 5000), dtype=torch.long))
+    history.settle([length])
+    assert decode.choose(strategy, torch.empty(1, Tq, 2, 4), history, window, Here(8)) == chosen
+
+
+def test_auto_stays_fused_while_most_tokens_are_new():
+    history, q, n = History(1, 9000, "cpu"), torch.empty(1, 1, 2, 4), decode.POOLED_FROM
+    history.append(torch.arange(n)[None])
+    assert decode.choose("auto", q, history, -1, Here(10000)) == "fused"
+    history.append(torch.zeros(1, n - 1, dtype=torch.long))
+    assert decode.choose("auto", q, history, -1, Here(10000)) == "fused"
+    history.append(torch.zeros(1, 1, dtype=torch.long))
+    assert decode.choose("auto", q, history, -1, Here(10000)) == "pooled"
 
 
 def test_an_unknown_strategy_is_refused():

@@ -102,36 +102,39 @@ class History:
 
     # ------------------------------------------------------------------------ slots and pools
 
-    def assign_slots(self, vocab):
-        """Give every position its slot; `vocab` tokens there are at most (rows of a table)."""
+    def assign_slots(self, vocab) -> int:
+        """Give every position its slot, of at most `vocab` (rows of a table); returns the number of distinct tokens.
+
+        Slots are in the order of first occurrence, rows aligned at their ends: it does not matter when this is called.
+        """
+        new = self._pending
         if self.slots is None:
             self.slots = torch.zeros(self.ids.shape, dtype=torch.int64, device=self.ids.device)
             self.token_slot = torch.full((vocab,), -1, dtype=torch.int32, device=self.ids.device)
             self.pool_ids = torch.zeros(vocab, dtype=torch.int64, device=self.ids.device)
-            self._assign(slice(None), slice(0, self.length))
-        elif self._pending and self.ragged:
-            self._assign(*self._newest(self._pending, ends=self.lengths))
-        elif self._pending:
-            self._assign(slice(None), slice(self.length - self._pending, self.length))
+            new = self.length
+        if new and self.ragged:  # before the start of a shorter row its first token stands in
+            rows, positions = self._newest(new, ends=self.lengths)
+            self._assign(rows, positions.clamp_(min=0))
+        elif new:
+            self._assign(slice(None), slice(self.length - new, self.length))
         self._pending = 0
+        return self.distinct
 
     def _assign(self, rows, positions):
-        tokens = self.ids[rows, positions]
-        if self.ragged and isinstance(positions, slice):  # behind the end of a row its first token stands in
-            past = torch.arange(self.length, device=tokens.device) >= self.lengths[:, None]
-            tokens = torch.where(past, tokens[:, :1], tokens)
+        tokens = self.ids[rows, positions].T  # by position, then by row
         flat = tokens.flatten().long()
         known = self.token_slot[flat]
-        order = torch.arange(len(flat), dtype=torch.int32, device=flat.device)
-        owner = torch.empty_like(self.token_slot)
-        owner[flat] = order  # any one of the places where a token occurs
-        owner = owner[flat]
-        fresh = (owner == order) & (known < 0)
+        order = torch.arange(len(flat), device=flat.device)
+        first = torch.empty(len(self.token_slot), dtype=torch.int64, device=flat.device)
+        first.scatter_reduce_(0, flat, order, "amin", include_self=False)
+        first = first[flat]
+        fresh = (first == order) & (known < 0)
         rank = torch.cumsum(fresh, 0, dtype=torch.int32) - 1
-        slot = torch.where(known < 0, self.distinct + rank[owner.long()], known)
+        slot = torch.where(known < 0, self.distinct + rank[first], known)
         self.token_slot[flat] = slot
         self.pool_ids[slot.long()] = flat
-        self.slots[rows, positions] = slot.long().view(tokens.shape)
+        self.slots[rows, positions] = slot.long().view(tokens.shape).T
         self.distinct += int(fresh.sum().item())
 
     def pool(self, table):
@@ -166,25 +169,26 @@ class History:
 # ---------------------------------------------------------------------------- attention
 
 
-# Cached positions of a row from which pooled is faster than fused on a CPU: runs/LOG.md, "decoding on a CPU".
-POOLED_FROM = 8192
+POOLED_FROM = 4096  # cached positions; runs/LOG.md, "decoding on a CPU"
 
 
-def choose(strategy, q, history, window) -> str:
+def choose(strategy, q, history, window, table) -> str:
     """The one place that decides how a layer decodes: gather, fused or pooled.
 
     Several new positions gather: they have many queries. Where the window has passed, pooled becomes gather: few rows
-    are left. auto on a CPU: pooled from POOLED_FROM positions on, fused before and for windows. On CUDA: fused, or
-    gather where Triton is missing.
+    are left. auto on a CPU: fused for windows, below POOLED_FROM positions and while the longest row is not twice as
+    long as there are distinct tokens; else pooled. auto on CUDA: fused, or gather where Triton is missing.
     """
     cut = 0 <= window < history.length - 1
     if q.size(1) > 1:
         return "gather"
-    if strategy == "auto":
-        if q.is_cuda:
-            return "gather" if kernels.available(q.device) else "fused"
-        return "fused" if cut or history.length < POOLED_FROM else "pooled"
-    return "gather" if strategy == "pooled" and cut else strategy
+    if strategy != "auto":
+        return "gather" if strategy == "pooled" and cut else strategy
+    if q.is_cuda:
+        return "gather" if kernels.available(q.device) else "fused"
+    if cut or history.length < POOLED_FROM:
+        return "fused"
+    return "pooled" if history.length >= 2 * history.assign_slots(table.vocab) else "fused"
 
 
 def attend(q, k, table, history, *, coeff, window, strategy, dense):
@@ -193,7 +197,7 @@ def attend(q, k, table, history, *, coeff, window, strategy, dense):
     table: placement.OnDevice, OnHost or OnDisk; coeff: (1,) or (H,) or None; window: a query sees itself and `window`
     keys before it, < 0 all; strategy: see `choose`; dense: the host's flash_attn_with_kvcache.
     """
-    chosen = choose(strategy, q, history, window)
+    chosen = choose(strategy, q, history, window, table)
     if chosen == "fused" and q.is_cuda:
         weight, index = history.rows(table)
         return kernels.fused(q, k, weight, index, history.lengths, coeff=coeff, window=window)

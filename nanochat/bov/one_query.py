@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from nanochat.bov.compiled import Fused
 
 PIECE = 2**20  # elements converted to fp32 at a time, 4 MiB
-FEW_QUERIES = 4  # up to here a pass per query over rows in cache beats a matmul over converted pieces
+# Up to so many queries of one kv head a pass for each, over rows in cache, beats a matmul over converted pieces.
+SCORED_ALONE, SUMMED_ALONE = 4, 16
 
 
 def _row_products(q, k):
@@ -30,7 +31,7 @@ def scores(q, k):
         B, H, G, D = q.shape
         products = torch.bmm(q.reshape(B * H, G, D), k.reshape(B * H, -1, D).mT, out_dtype=torch.float32)
         return products.view(B, H, G, -1)
-    if ROW_PRODUCTS.compiled and q.size(2) <= FEW_QUERIES:
+    if ROW_PRODUCTS.compiled and q.size(2) <= SCORED_ALONE:
         return ROW_PRODUCTS(q, k)
     B, H, T, D = k.shape
     length = min(T, max(16, PIECE // (B * H * D)))
@@ -50,7 +51,7 @@ def weigh(w, weight, index):
     The result has the dtype of `weight`, sums are in fp32.
     """
     H, D = w.size(1), weight.size(1) // w.size(1)
-    if weight.is_cuda or w.size(2) > FEW_QUERIES:
+    if weight.is_cuda or w.size(2) > SUMMED_ALONE:
         return _weigh_pieces(w, weight, index)
     heads = torch.arange(H, dtype=torch.int32)[:, None]
     return _bags(w, weight.view(-1, D), index.int()[:, None] * H + heads)
@@ -59,7 +60,7 @@ def weigh(w, weight, index):
 def weigh_values(w, v):
     """The same for cached values v (B, H, T, D), each row of which lies in one piece: -> (B, H, G, D)."""
     B, H, T, D = v.shape
-    if w.size(2) > FEW_QUERIES or v.stride(3) != 1 or any(stride % D for stride in v.stride()[:3]):
+    if w.size(2) > SUMMED_ALONE or v.stride(3) != 1 or any(stride % D for stride in v.stride()[:3]):
         return (w.to(v.dtype) @ v).to(v.dtype)
     strides = [stride // D for stride in v.stride()[:3]]
     places = sum(
