@@ -246,7 +246,7 @@ def model_from_state(model_data, meta_data, device):
     if model_type is not None:
         state = authors_state(state, config, own)
     _add_neutral(state, own)
-    _check_keys(state, own)
+    check_keys(state, own)
     model.load_state_dict(_cast_tables(state, own), assign=True)
     return model
 
@@ -278,7 +278,7 @@ def _cast_tables(state, own):
     return state | {key: state[key].to(own[key].dtype) for key in tables}
 
 
-def _check_keys(state, own):
+def check_keys(state, own):
     """ValueError with the first differing parameters and the config fields that decide about them."""
     problems = [f"{key} is missing in the checkpoint ({_axis_of(key)})" for key in own if key not in state]
     problems += [f"{key} is not in the model ({_axis_of(key)})" for key in state if key not in own]

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from nanochat.bov.placement import SafetensorsFile, check_placement, place, placed_tables
-from nanochat.checkpoint_manager import _check_keys
+from nanochat.checkpoint_manager import check_keys
 from nanochat.common import print0, write_json
 from nanochat.gpt import GPT, config_from_dict, config_to_dict
 from nanochat.metrics import git_commit
@@ -157,7 +157,7 @@ def load_exported(folder, device, *, placement="device"):
     file = SafetensorsFile(folder / WEIGHTS)
     own = model.state_dict()
     try:
-        _check_keys(file.entries, own)
+        check_keys(file.entries, own)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}; {REMEDY}") from error
     _fill(model, file, device, {"host": "cpu", "mmap": "meta"}.get(placement, device))
@@ -213,6 +213,6 @@ def _fill(model, file, device, tables):
         else:
             state[key] = file.tensor(key).to(tables if key in placed else device, dtype)
     model.load_state_dict(state, assign=True)
-    model.cos, model.sin = model._rotary(model.rotary_seq_len)
+    model.reset_rotary()
     if cast:
         print0(f"embeddings and tables cast from {', '.join(sorted(cast))}", file=sys.stderr)

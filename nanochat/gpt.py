@@ -209,7 +209,7 @@ class GPT(nn.Module):
             if block.attn.ve_gate is not None:
                 nn.init.uniform_(block.attn.ve_gate.weight, 0.0, 0.02)
         host.settle(self, lent)
-        self.cos, self.sin = self._rotary(self.rotary_seq_len)
+        self.reset_rotary()
         if COMPUTE_DTYPE != torch.float16:
             for table in (self.transformer.wte, *self.value_embeds.values()):
                 table.to(COMPUTE_DTYPE)
@@ -222,6 +222,10 @@ class GPT(nn.Module):
         self.backout_lambda.fill_(0.2)
         self.smear_lambda.zero_()
         nn.init.uniform_(self.smear_gate.weight, 0.0, 0.02)
+
+    def reset_rotary(self):
+        """Write the rotary table on the model's device."""
+        self.cos, self.sin = self._rotary(self.rotary_seq_len)
 
     def _rotary(self, length):
         """cos and sin of position * frequency, each (1, length, 1, D/2), in the compute dtype."""

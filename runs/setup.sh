@@ -50,9 +50,9 @@ if $cpu_linux && [ "$installer" = uv ] && [ -z "$links" ] && [ -z "${UV_FIND_LIN
 if ! $cpu_linux; then
     size="about 3 GB on Linux with a GPU, 0.4 GB on a Mac"
 elif [ "$installer" = pip ] && [ -z "$links" ]; then
-    size="about 3 GB: pip takes torch's default wheel with the CUDA libraries although no GPU was found; with uv it is 0.4 GB"
+    size="about 3 GB: pip takes torch's default wheel with the CUDA libraries although no GPU was found; with uv it is 0.6 GB"
 else
-    size="about 0.4 GB with torch's CPU wheel, 3 GB where only its default wheel can be had"
+    size="about 0.6 GB with torch's CPU wheel, 3 GB where only its default wheel can be had"
 fi
 say "installing torch, pyarrow, datasets, wandb and what else pyproject.toml pins into .venv with $installer"
 say "download on a first call: $size"

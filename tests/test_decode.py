@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models import build, legal_points
@@ -105,6 +106,21 @@ def test_a_cache_with_all_values_decodes_the_same():
     ids = torch.randint(0, 50, (2, 20))
     kept = decoded(model, ids, (6,), cache_of(model, 2, 20, value_layers=None))
     torch.testing.assert_close(decoded(model, ids, (6,), cache_of(model, 2, 20)), kept, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["gather", "fused", "pooled", "auto"])
+@pytest.mark.parametrize("name", ["paper/bov", "fig5b/shared"])
+def test_placed_tables_decode_to_the_same_bits(name, strategy, tmp_path):
+    ids = torch.randint(0, 50, (2, 40))
+    results = []
+    for where in placement.PLACEMENTS:
+        model = build(**preset(name), sequence_len=64, n_layer=6).eval()
+        if where == "mmap":
+            save_file({k: v.contiguous() for k, v in model.state_dict().items()}, tmp_path / "model.safetensors")
+        if where != "device":
+            placement.place(model, where, tmp_path / "model.safetensors" if where == "mmap" else None)
+        results.append(decoded(model, ids, (9, 4), cache_of(model, 2, 40, strategy)))
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
 def test_rows_of_different_lengths_give_their_single_logits():

@@ -18,7 +18,7 @@ from nanochat.common import file_sha256
 from nanochat.engine import Engine
 from nanochat.gpt import config_to_dict
 from nanochat.tokenizer import RustBPETokenizer, save_token_bytes
-from scripts import base_eval, bov_sample
+from scripts import base_eval, bov_export, bov_sample
 
 TEXT = [f"Schöne Grüße {i}: the café opens at {i} o'clock 你好 🙂." for i in range(60)]
 
@@ -56,6 +56,35 @@ def test_sample_streams_whole_characters_and_keeps_stdout_for_the_text(here, cap
     (row,), _ = Engine(model, tokenizer).generate_batch(tokens, max_tokens=40, temperature=1.5, top_k=0, seed=3)
     shown = capsys.readouterr().out
     assert shown == tokenizer.decode(row[1:]) + "\n" and len(row) > len(tokens)
+
+
+def test_sample_is_the_same_wherever_tables_lie_and_however_it_decodes(here, tmp_path, capsys):
+    options = ["--prompt", "Schöne", "--max-tokens", "30", "--temperature", "0", "--device-type", "cpu"]
+    bov_export.main(["tiny", "--dtype", "float32", "--out", str(tmp_path / "export")])
+    capsys.readouterr()
+    texts = set()
+    for flags in (
+        ["--model-tag", "tiny", "--decode-strategy", "gather"],
+        ["--model-tag", "tiny", "--decode-strategy", "pooled", "--bov-placement", "host"],
+        ["--export", str(tmp_path / "export"), "--decode-strategy", "fused"],
+        ["--export", str(tmp_path / "export"), "--bov-placement", "mmap"],
+    ):
+        bov_sample.main([*flags, *options])
+        texts.add(capsys.readouterr().out)
+    assert len(texts) == 1 and len(texts.pop()) > 30
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--export", "x", "--model-tag", "tiny"], "leave out --model-tag"),
+        (["--bov-placement", "mmap"], "run scripts.bov_export"),
+        (["--export", "nowhere"], "nowhere"),
+    ],
+)
+def test_sample_refuses_contradicting_sources(flags, message, here):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        bov_sample.main([*flags, "--device-type", "cpu"])
 
 
 def test_a_character_in_several_tokens_is_shown_when_complete():
