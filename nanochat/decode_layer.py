@@ -30,8 +30,8 @@ WITH_V = {
 }
 WITHOUT_V = {
     "gather": "rows of all cached tokens are gathered, then attention as with cached V",
-    "pooled": "softmax summed up by token, then one product with the rows of the distinct tokens",
-    "fused": "a Triton kernel that reads keys from the cache and rows by id",
+    "fused": "rows are read by id while they are added up (CUDA: a Triton kernel)",
+    "pooled": "softmax is summed up by token, then the rows of the distinct tokens are",
 }
 WAYS = WITH_V | WITHOUT_V
 PARTS = ("bookkeeping", "scores", "softmax", "scatter", "product")
@@ -58,7 +58,8 @@ class Shape:
 
 def ways_on(device) -> list[str]:
     """The ways that can run on a device."""
-    return [way for way in WAYS if way != "fused" or kernels.available(device) is None]
+    missing = device.type == "cuda" and kernels.available(device)
+    return [way for way in WAYS if not (way == "fused" and missing)]
 
 
 def bytes_needed(shape, ways, batch, positions) -> int:
@@ -163,25 +164,22 @@ class Layer:
 
         def bookkeeping():
             history.append(self.ids[:, at : at + 1])
-            keys = history.write(self.k, self.new_k[i])
-            history.assign_slots(self.table)
-            return keys, history.pool(self.table)
+            return history.write(self.k, self.new_k[i]), *history.distinct_rows(self.table)
 
         def products():
-            return scores(self.q[i].view(B, H, G, D), keys.transpose(1, 2)).view(B, N, -1).mul_(D**-0.5)
+            return scores(self.q[i].view(B, H, G, D), keys.transpose(1, 2)).mul_(D**-0.5)
 
         def scatter():
-            slots = history.slots[:, None, : history.length].expand(B, N, -1)
-            w = p.new_zeros(B, N, len(rows)).scatter_add_(2, slots, p)
-            return w.view(B, H, G, -1).transpose(0, 1).reshape(1, H, B * G, -1)
+            slots = history.slots[:, None, None, : history.length].expand(B, H, G, -1)
+            return p.new_zeros(B, H, G, index.size(1)).scatter_add_(3, slots, p)
 
         def product():
-            y = weigh(w, rows.view(1, -1, H, D).transpose(1, 2)).view(H, B, G, D)
-            return y.transpose(0, 1).reshape(B, 1, N, D).to(COMPUTE_DTYPE) * self.coeff.to(COMPUTE_DTYPE)
+            y = weigh(w.transpose(0, 1).reshape(1, H, B * G, -1), weight, index).view(H, B, G, D)
+            return y.transpose(0, 1).reshape(B, 1, N, D) * self.coeff.to(COMPUTE_DTYPE)
 
         self.flush.sum()
         spent = {}
-        spent["bookkeeping"], (keys, rows) = clocked(self.device, bookkeeping)
+        spent["bookkeeping"], (keys, weight, index) = clocked(self.device, bookkeeping)
         spent["scores"], s = clocked(self.device, products)
         spent["softmax"], p = clocked(self.device, lambda: s.softmax(-1))
         spent["scatter"], w = clocked(self.device, scatter)

@@ -86,17 +86,19 @@ class Decoder:
 
 
 class Process:
-    """One running child."""
+    """One running child: it answers its start, then every message, by a line."""
 
     def __init__(self, **start):
         self.process = subprocess.Popen(
             [sys.executable, "-m", "nanochat.decode_mmap"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             cwd=ROOT,
         )  # fmt: skip
-        self.loaded = self.ask(start)
+        self.say(start)
 
-    def ask(self, message) -> dict:
+    def say(self, message):
         print(json.dumps(message), file=self.process.stdin, flush=True)
+
+    def hear(self) -> dict:
         line = self.process.stdout.readline()
         if not line:
             raise RuntimeError(f"a process of the mmap section ended with code {self.process.wait()}")
@@ -121,21 +123,23 @@ def mmap(setting) -> dict:
         start["ids"] = setting.ids.draw(1, context)[0].tolist()
         running = {where: Process(placement=where, **start) for where in PLACEMENTS}
         blocks = {where: [] for where in PLACEMENTS}
+        loaded = {where: process.hear() for where, process in running.items()}
         for _ in range(TOKENS // BLOCK):
             for where, process in running.items():
-                blocks[where].append(process.ask({"steps": BLOCK}))
+                process.say({"steps": BLOCK})
+                blocks[where].append(process.hear())
         for process in running.values():
             process.close()
-    return _report(tables, running, blocks)
+    return _report(tables, loaded, blocks)
 
 
-def _report(tables, running, blocks) -> dict:
+def _report(tables, loaded, blocks) -> dict:
     after = {where: {name: blocks[where][-1][name] for name in ("RssAnon", "RssFile")} for where in PLACEMENTS}
     saved = sum(after["device"].values()) - sum(after["mmap"].values())
     times = {where: [s for block in blocks[where][1:] for s in block["seconds"]] for where in PLACEMENTS}
     found = {
         "prompt": PROMPT, "tokens": TOKENS, "tables_bytes": tables,
-        "resident_loaded": {where: process.loaded for where, process in running.items()}, "resident": after,
+        "resident_loaded": loaded, "resident": after,
         "saved_bytes": saved, "saved_share": saved / tables,
         "ms": {where: milliseconds(seconds) for where, seconds in times.items()},
         "ratios": {"mmap / device": ratio(times, "mmap", "device")},

@@ -52,7 +52,7 @@ def _distinct(axis, rows):
         axis.plot(distinct, times, marker="o", color=color, linestyle=dash, label=label)
     _scales(axis, distinct)
     axis.set_xlabel("distinct tokens U among the cached")
-    axis.set_ylabel("ms")
+    axis.set_ylabel("time (ms)")
     axis.set_title(f"V side against distinct tokens, T = {rows[0]['context']:,}" if rows else "V side")
     axis.legend()
 

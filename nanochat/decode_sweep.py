@@ -1,4 +1,4 @@
-"""Single decode steps context by context: a model, the same with a V cache, and paper/baseline of its shape, in turn."""
+"""Single decode steps, context by context: a model, the same with a V cache, and paper/baseline of its shape."""
 
 from dataclasses import dataclass
 
