@@ -164,30 +164,32 @@ def _offsets(batch: int, length: int, device: str):
 
 
 def _varlen(q, k, v, left):
-    """q (B, T, N, D), k and v (B, T, H, D) -> (B, T, N, D) through torch's varlen attention."""
+    """q (B, Tq, N, D), k and v (B, Tk, H, D), queries aligned to the last keys -> (B, Tq, N, D)."""
     from torch.nn.attention.varlen import varlen_attn
 
-    B, T = q.shape[:2]
-    offsets = _offsets(B, T, str(q.device))
-    window = (-1, 0) if left < 0 or left >= T - 1 else (left, 0)
+    (B, Tq), Tk = q.shape[:2], k.size(1)
+    offsets = (_offsets(B, length, str(q.device)) for length in (Tq, Tk))
+    window = (-1, 0) if left < 0 or left >= Tk - 1 else (left, 0)
     rows = (t.flatten(0, 1) for t in (q, k, v))
-    y = varlen_attn(*rows, offsets, offsets, T, T, window_size=window, enable_gqa=q.size(2) != k.size(2))
+    y = varlen_attn(*rows, *offsets, Tq, Tk, window_size=window, enable_gqa=q.size(2) != k.size(2))
     return y.view_as(q)
 
 
 def flash_attn_func(q, k, v, causal=False, window_size=(-1, -1)):
-    """Attention over a whole sequence: q (B, T, N, D), k and v (B, T, H, D) -> (B, T, N, D).
+    """Attention over a whole sequence: q (B, Tq, N, D), k and v (B, Tk, H, D) -> (B, Tq, N, D).
 
-    causal=False is plain bidirectional attention and takes no window (ValueError otherwise).
+    With fewer queries than keys the last query stands at the last key. causal=False is plain bidirectional attention
+    and takes no window (ValueError otherwise).
     """
     if not causal:
         if window_size != (-1, -1):
             raise ValueError(f"window_size={window_size} without causal=True is not implemented")
         heads = (t.transpose(1, 2) for t in (q, k, v))
         return F.scaled_dot_product_attention(*heads, enable_gqa=q.size(2) != k.size(2)).transpose(1, 2)
-    if BACKEND != "sdpa":
+    if BACKEND != "sdpa" and q.size(1) > 1:
         return _varlen(q, k, v, window_size[0])
-    attend = _blocked if q.device.type == "cpu" and _uses_blocks(q.size(1)) else _sdpa
+    blocked = q.device.type == "cpu" and q.size(1) == k.size(1) and _uses_blocks(q.size(1))
+    attend = _blocked if blocked else _sdpa
     return attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), window_size[0]).transpose(1, 2)
 
 
@@ -211,10 +213,7 @@ def flash_attn_with_kvcache(
     if k is not None:
         k_cache[:, start:end] = k
         v_cache[:, start:end] = v
-    if end == T and BACKEND != "sdpa":
-        return _varlen(q, k_cache[:, :end], v_cache[:, :end], window_size[0])
-    keys, values = (cache[:, :end].transpose(1, 2) for cache in (k_cache, v_cache))
-    return _sdpa(q.transpose(1, 2), keys, values, window_size[0]).transpose(1, 2)
+    return flash_attn_func(q, k_cache[:, :end], v_cache[:, :end], causal=True, window_size=window_size)
 
 
 def _rows_with_kvcache(q, k_cache, v_cache, k, v, lengths, left):

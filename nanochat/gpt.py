@@ -122,23 +122,17 @@ class CausalSelfAttention(nn.Module):
         B, T, _ = x.shape
         q = self.c_q(x).view(B, T, self.n_head, self.head_dim)
         k = self.c_k(x).view(B, T, self.n_kv_head, self.head_dim)
+        v = host.value(self, x, ve)
         q, k = position_and_norm(q, *cos_sin), position_and_norm(k, *cos_sin)
         if kv_cache is None:
-            v = host.value(self, x, ve)
             y = flash_attn.flash_attn_func(q, k, v, causal=True, window_size=window_size)
+        elif v is None:
+            y = host.attend(self, q, k, kv_cache, window_size, flash_attn.flash_attn_func)
         else:
-            y = self._attend_cached(q, k, x, ve, window_size, kv_cache)
+            caches = (cache[:, : kv_cache.get_pos() + T] for cache in kv_cache.get_layer_cache(self.layer_idx))
+            new = dict(k=k, v=v, cache_seqlens=kv_cache.offset)
+            y = flash_attn.flash_attn_with_kvcache(q, *caches, **new, causal=True, window_size=window_size)
         return self.c_proj(y.reshape(B, T, self.n_embd))
-
-    def _attend_cached(self, q, k, x, ve, window_size, kv_cache):
-        """The same with all that is cached: writes k, and v where the layer keeps it."""
-        k_cache, v_cache = kv_cache.get_layer_cache(self.layer_idx)
-        attend = flash_attn.flash_attn_with_kvcache
-        if v_cache is None:
-            return host.attend(self, q, k, kv_cache, window_size, attend)
-        end = kv_cache.get_pos() + q.size(1)
-        new = dict(k=k, v=host.value(self, x, ve), cache_seqlens=kv_cache.offset)
-        return attend(q, k_cache[:, :end], v_cache[:, :end], **new, causal=True, window_size=window_size)
 
 
 class MLP(nn.Module):

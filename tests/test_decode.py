@@ -17,7 +17,7 @@ from nanochat.bov.decode import History
 from nanochat.bov.one_query import attend, scores, weigh, weigh_values
 from nanochat.bov.presets import preset
 from nanochat.engine import KVCache
-from nanochat.flash_attention import flash_attn_with_kvcache
+from nanochat.flash_attention import flash_attn_func
 
 STRATEGIES = ("gather", "fused", "pooled", "auto")
 
@@ -185,7 +185,7 @@ def test_attend_equals_attention_written_out(lengths, vocab, heads, left, coeff,
     scale = {"none": None, "scalar": torch.tensor([0.7]), "head": torch.linspace(0.5, 2, H)}[coeff]
     with torch.no_grad():
         table = placement.OnHost(embedding, "cpu") if placed else placement.OnDevice(embedding)
-        options = dict(coeff=scale, window=left, strategy=strategy, dense=flash_attn_with_kvcache)
+        options = dict(coeff=scale, window=left, strategy=strategy, dense=flash_attn_func)
         y = decode.attend(q, k, table, history, **options)
         for b, length in enumerate(lengths):
             tokens = torch.cat([ids[b, :length], newest[b]])
@@ -443,7 +443,7 @@ def test_pooled_makes_no_tensor_of_the_size_of_the_values(strategy, makes):
     cache.append_ids(torch.tensor([[3]]))
     with torch.inference_mode(), Watch() as watch:
         watch.known = {cache.k_cache.untyped_storage().nbytes(), bank.bank.table.weight.untyped_storage().nbytes()}
-        gpt.host.attend(bank, q, k, cache, (-1, 0), flash_attn_with_kvcache)
+        gpt.host.attend(bank, q, k, cache, (-1, 0), flash_attn_func)
     assert (watch.largest >= T * bank.n_kv_head * bank.head_dim) == makes
 
 

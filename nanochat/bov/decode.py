@@ -195,7 +195,8 @@ def attend(q, k, table, history, *, coeff, window, strategy, dense):
     """Attention of the newest Tq positions over all keys: q (B, Tq, N, D), k (B, T, H, D) -> (B, Tq, N, D).
 
     table: placement.OnDevice, OnHost or OnDisk; coeff: (1,) or (H,) or None; window: a query sees itself and `window`
-    keys before it, < 0 all; strategy: see `choose`; dense: the host's flash_attn_with_kvcache.
+    keys before it, < 0 all; strategy: see `choose`; dense: the host's flash_attn_func, whose last query
+    stands at the last key.
     """
     chosen = choose(strategy, q, history, window, table)
     if chosen == "fused" and q.is_cuda:
@@ -215,9 +216,14 @@ def attend(q, k, table, history, *, coeff, window, strategy, dense):
 def _gather(q, k, table, history, window, dense):
     first = history.first_seen(q.size(1), window)
     weight, index = history.rows(table)
-    v = F.embedding(index[:, first : history.length], weight).view(len(q), -1, *k.shape[2:])
-    seen = history.lengths - first if history.ragged else history.length - first
-    return dense(q, k[:, first:], v.to(q.dtype), cache_seqlens=seen, causal=True, window_size=(window, 0))
+    k = k[:, first:]
+    v = F.embedding(index[:, first : history.length], weight).view(k.shape).to(q.dtype)
+    if not history.ragged:
+        return dense(q, k, v, causal=True, window_size=(window, 0))
+    mask = _visible(history, q.size(1), first, window)[:, None]
+    heads = (t.transpose(1, 2) for t in (q, k, v))
+    y = F.scaled_dot_product_attention(*heads, attn_mask=mask, enable_gqa=q.size(2) != k.size(2))
+    return y.transpose(1, 2)
 
 
 def _fused(q, k, table, history, window):
@@ -244,10 +250,13 @@ def _probabilities(q, k, history, first, window):
     H = k.size(2)
     s = scores(q.view(B, H, N // H, D), k[:, first:].transpose(1, 2)).mul_(D**-0.5)
     if history.ragged:
-        position = torch.arange(first, history.length, device=q.device)
-        newest = history.lengths[:, None] - 1
-        hidden = position > newest
-        if window >= 0:
-            hidden |= position < newest - window
-        s.masked_fill_(hidden[:, None, None], -torch.inf)
+        s.masked_fill_(~_visible(history, 1, first, window)[:, None], -torch.inf)
     return s.softmax(-1)
+
+
+def _visible(history, Tq, first, window):
+    """Which positions from `first` on the newest Tq queries of each row see: bool (B, Tq, T - first)."""
+    key = torch.arange(first, history.length, device=history.ids.device)
+    query = history.lengths[:, None, None] - Tq + torch.arange(Tq, device=key.device)[:, None]
+    seen = key <= query
+    return seen & (query - key <= window) if window >= 0 else seen

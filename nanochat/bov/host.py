@@ -46,7 +46,7 @@ class Bank:
     def source(self, idx, x0, kv_cache=None):
         """The `ve` argument of the layer: idx (B, T), x0 (B, T, C) -> (B, T, H*D), (B, T, C) for x0, or None.
 
-        None also where the cache keeps no V of the layer: `attend` finds the rows itself.
+        None also where the cache keeps no V of the layer: see `value`.
         """
         if self.spec.source == "table":
             if not self.spec.caches_value and kv_cache is not None and kv_cache.history is not None:
@@ -65,8 +65,13 @@ class Bank:
 
 
 def value(attn, x, ve):
-    """The value of the layer's new tokens: x (B, T, C) normed input, ve from Bank.source -> (B, T, H, D)."""
+    """The value of the layer's new tokens: x (B, T, C) normed input, ve from Bank.source -> (B, T, H, D).
+
+    None where the cache keeps no V of the layer: then `attend` takes the place of attention over a cache.
+    """
     bank, spec = attn.bank, attn.bank.spec
+    if ve is None and spec.source == "table":
+        return None
     shape = (*x.shape[:2], attn.n_kv_head, attn.head_dim)
     own = attn.c_v(x).view(shape) if spec.source == "residual" or spec.combine == "add" else None
     if bank.records:
@@ -83,7 +88,7 @@ def value(attn, x, ve):
 def attend(attn, q, k, kv_cache, window, dense):
     """Attention of a layer whose V is not cached: q (B, T, N, D), k (B, T, H, D) of the new tokens -> (B, T, N, D).
 
-    Writes k into the cache. window: (left, right); dense: the host's flash_attn_with_kvcache.
+    Writes k into the cache. window: (left, right); dense: the host's flash_attn_func.
     """
     history, bank = kv_cache.history, attn.bank
     keys = history.write(kv_cache.get_layer_cache(attn.layer_idx)[0], k)
