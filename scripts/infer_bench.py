@@ -280,6 +280,7 @@ def run_generation(args, model, tokenizer, ids, found, device):
     length, bandwidth = found["prompt_tokens"], found["peak_bandwidth_bytes_per_sec"] or math.inf
     flops = found["peak_flops_per_sec"] or math.inf
     prompt = prompt_of(length, tokenizer, ids)
+    print(f"prompt   {'natural language' if tokenizer else ids}")
     generate(engine, prompt, 1, 2, args.temperature, device)  # warm-up
     seconds = generate(engine, prompt, 1, 2, args.temperature, device)[0]
     mfu = 100 * model.estimate_prefill_flops(length) / seconds / flops
