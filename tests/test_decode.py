@@ -218,7 +218,8 @@ def check_scores(G):
     for T in (1, 70, 300):
         q = torch.randn(2, 3, G, 8, generator=generator).bfloat16()
         k = torch.randn(2, 3, 400, 8, generator=generator).bfloat16()[:, :, :T]
-        torch.testing.assert_close(scores(q, k), (q.double() @ k.double().mT).float(), rtol=1e-5, atol=1e-4)
+        expected = (q.double() @ k.double().mT / 8**0.5).float()
+        torch.testing.assert_close(scores(q, k), expected, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("G", [1, 6])

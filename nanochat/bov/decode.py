@@ -248,7 +248,7 @@ def _probabilities(q, k, history, first, window):
     """softmax in fp32 over the keys from `first` on: q (B, 1, N, D), k (B, T, H, D) -> (B, H, G, T - first)."""
     B, _, N, D = q.shape
     H = k.size(2)
-    s = scores(q.view(B, H, N // H, D), k[:, first:].transpose(1, 2)).mul_(D**-0.5)
+    s = scores(q.view(B, H, N // H, D), k[:, first:].transpose(1, 2))
     if history.ragged:
         s.masked_fill_(~_visible(history, 1, first, window)[:, None], -torch.inf)
     return s.softmax(-1)

@@ -16,29 +16,30 @@ PIECE = 2**20  # elements converted to fp32 at a time, 4 MiB
 SCORED_ALONE, SUMMED_ALONE = 4, 16
 
 
-def _row_products(q, k):
-    return (q[:, :, :, None].float() * k[:, :, None].float()).sum(-1)
+def _row_products(q, k, scale):
+    return (q[:, :, :, None].float() * k[:, :, None].float()).sum(-1) * scale
 
 
 ROW_PRODUCTS = Fused(_row_products, dynamic=True)
 
 
 def scores(q, k):
-    """Unscaled q k^T in fp32: q (B, H, G, D), k (B, H, T, D) -> (B, H, G, T)."""
+    """q k^T / sqrt(D) in fp32: q (B, H, G, D), k (B, H, T, D) -> (B, H, G, T)."""
+    scale = q.size(3) ** -0.5
     if q.dtype == torch.float32:
-        return q @ k.mT
+        return (q * scale) @ k.mT
     if q.is_cuda:
         B, H, G, D = q.shape
         products = torch.bmm(q.reshape(B * H, G, D), k.reshape(B * H, -1, D).mT, out_dtype=torch.float32)
-        return products.view(B, H, G, -1)
+        return products.view(B, H, G, -1).mul_(scale)
     if ROW_PRODUCTS.compiled and q.size(2) <= SCORED_ALONE:
-        return ROW_PRODUCTS(q, k)
+        return ROW_PRODUCTS(q, k, scale)
     B, H, T, D = k.shape
     length = min(T, max(16, PIECE // (B * H * D)))
     buffer = torch.empty(
         B, H, length, D, dtype=torch.float32
     )  # one for all pieces: fresh memory costs more than the sum
-    products, q = torch.empty(*q.shape[:3], T, dtype=torch.float32), q.float()
+    products, q = torch.empty(*q.shape[:3], T, dtype=torch.float32), q.float() * scale
     for start in range(0, T, length):
         piece = k[:, :, start : start + length]
         products[..., start : start + length] = q @ buffer[:, :, : piece.size(2)].copy_(piece).mT
@@ -54,7 +55,7 @@ def weigh(w, weight, index):
     if weight.is_cuda or w.size(2) > SUMMED_ALONE:
         return _weigh_pieces(w, weight, index)
     heads = torch.arange(H, dtype=torch.int32)[:, None]
-    return _bags(w, weight.view(-1, D), index.int()[:, None] * H + heads)
+    return _bags(w, weight.view(-1, D), torch.add(heads, index.int()[:, None], alpha=H))
 
 
 def weigh_values(w, v):
@@ -103,5 +104,5 @@ def attend(q, k, v):
     """softmax(q k^T / sqrt(D)) v: q (B, N, 1, D), k and v (B, H, T, D) -> (B, N, 1, D)."""
     B, N, _, D = q.shape
     H = k.size(1)
-    p = scores(q.reshape(B, H, N // H, D), k).mul_(D**-0.5).softmax(-1)
+    p = scores(q.reshape(B, H, N // H, D), k).softmax(-1)
     return weigh_values(p, v).view(B, N, 1, D)
