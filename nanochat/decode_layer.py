@@ -168,9 +168,6 @@ class Layer:
             history.append(self.ids[:, at : at + 1])
             return history.write(self.k, self.new_k[i]), *history.distinct_rows(self.table)
 
-        def products():
-            return scores(self.q[i].view(B, H, G, D), keys.transpose(1, 2)).mul_(D**-0.5)
-
         def scatter():
             slots = history.slots[:, None, None, : history.length].expand(B, H, G, -1)
             return p.new_zeros(B, H, G, index.size(1)).scatter_add_(3, slots, p)
@@ -182,7 +179,7 @@ class Layer:
         self.flush.sum()
         spent = {}
         spent["bookkeeping"], (keys, weight, index) = clocked(self.device, bookkeeping)
-        spent["scores"], s = clocked(self.device, products)
+        spent["scores"], s = clocked(self.device, lambda: scores(self.q[i].view(B, H, G, D), keys.transpose(1, 2)))
         spent["softmax"], p = clocked(self.device, lambda: s.softmax(-1))
         spent["scatter"], w = clocked(self.device, scatter)
         spent["product"], y = clocked(self.device, product)
