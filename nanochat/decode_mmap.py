@@ -47,6 +47,12 @@ def resident_bytes() -> dict[str, int]:
     return {words[0][:-1]: 1024 * int(words[1]) for words in lines if words[0] in ("RssAnon:", "RssFile:")}
 
 
+def table_bytes(model) -> int:
+    """Bytes of the tables of bank layers that are in memory."""
+    tables = (banks[0].table.weight for banks in placed_tables(model).values())
+    return sum(table.nbytes for table in tables if not table.is_meta)
+
+
 def child():
     """First line {"folder", "placement", "device", "compile", "ids"}, then {"steps": n}; each answered by a line."""
     answer = os.fdopen(os.dup(1), "w")
@@ -56,7 +62,7 @@ def child():
     if start["compile"]:
         compile_fused(dynamic=True)
     model = load_exported(start["folder"], device, placement=start["placement"])[0]
-    print(json.dumps(resident_bytes()), file=answer, flush=True)
+    print(json.dumps(resident_bytes() | {"tables_in_memory": table_bytes(model)}), file=answer, flush=True)
     decoder = Decoder(model, torch.tensor([start["ids"]], device=device))
     while line := sys.stdin.readline():
         seconds = [decoder.step() for _ in range(json.loads(line)["steps"])]
@@ -114,7 +120,7 @@ def mmap(setting) -> dict:
     context = PROMPT + TOKENS
     config = replace(setting.config, sequence_len=context)
     model = random_model(config, torch.device("cpu"), setting.seed, context)
-    tables = sum(banks[0].table.weight.nbytes for banks in placed_tables(model).values())
+    tables = table_bytes(model)
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = stand_in_tokenizer(config.vocab_size)
         export_model(model, tokenizer, folder, fold_gamma=True, dtype=COMPUTE_DTYPE)

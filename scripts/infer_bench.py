@@ -185,13 +185,8 @@ def id_source(args, vocab_size, tokenizer):
     return IdSource(args.ids, vocab_size, args.seed, tokenizer)
 
 
-def finite(x, digits=None):
-    """x, rounded; None where a peak is unknown."""
-    return None if x is None or not math.isfinite(x) else round(x, digits) if digits is not None else x
-
-
 def card(args, model, label, step, context_mid, prompt_tokens, device):
-    """What the architecture costs, before anything runs: upstream's keys, then ours."""
+    """What the architecture costs, before anything runs: upstream's keys, then ours. None where a peak is unknown."""
     name = metrics.device_name(device)
     bandwidth, flops = get_peak_bandwidth(name), get_peak_flops(name)
     vram = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
@@ -203,12 +198,12 @@ def card(args, model, label, step, context_mid, prompt_tokens, device):
     read = sum(m.weight.nbytes for m in model.modules() if isinstance(m, torch.nn.Linear))
     kv, kv_read = model.kv_bytes_per_token(), model.kv_read_bytes(context_mid)
     rows = None if vram is None else int((vram - stored) / (kv * model.config.sequence_len))
-    return {
+    found = {
         "source": label if args.export or is_random(args) else args.source,
         "step": step,
         "model_config": config_to_dict(model.config),
         "gpu": name,
-        "peak_bandwidth_bytes_per_sec": finite(bandwidth),
+        "peak_bandwidth_bytes_per_sec": bandwidth,
         "total_vram_bytes": vram,
         "num_params": sum(p.numel() for p in model.parameters()),
         "param_dtypes": dtypes,
@@ -216,9 +211,9 @@ def card(args, model, label, step, context_mid, prompt_tokens, device):
         "kv_bytes_per_token": kv,
         "kv_read_bytes_per_step": kv_read,
         "context_mid": context_mid,
-        "peak_flops_per_sec": finite(flops),
+        "peak_flops_per_sec": flops,
         "decode_flops_per_token": model.estimate_decode_flops(context_mid),
-        "ceiling_bs1_tok_per_sec": finite(bandwidth / (read + kv_read), 1),
+        "ceiling_bs1_tok_per_sec": round(bandwidth / (read + kv_read), 1),
         "max_full_context_rows": rows,
         "prompt_tokens": prompt_tokens,
         "decode_tokens": args.decode_tokens,
@@ -231,6 +226,7 @@ def card(args, model, label, step, context_mid, prompt_tokens, device):
         "bov_placement": args.bov_placement,
         "contexts": [],
     }
+    return jsonable(found)
 
 
 def print_card(found, model, label):
@@ -274,19 +270,22 @@ def prompt_of(length, tokenizer, ids):
     return (tokens + tokens[1:] * (length // (len(tokens) - 1)))[:length]
 
 
+def percent(rate, peak, digits) -> float | None:
+    """Of a peak rate; None where it is unknown."""
+    return None if peak is None else round(100 * rate / peak, digits)
+
+
 def run_generation(args, model, tokenizer, ids, found, device):
     """Prefill at batch 1, then every batch size; fills found["prefill"] and found["sweep"], printing a table."""
     engine = Engine(model, tokenizer or SilentTokenizer(), strategy=args.decode_strategy)
-    length, bandwidth = found["prompt_tokens"], found["peak_bandwidth_bytes_per_sec"] or math.inf
-    flops = found["peak_flops_per_sec"] or math.inf
+    length, peak = found["prompt_tokens"], found["peak_flops_per_sec"]
     prompt = prompt_of(length, tokenizer, ids)
     print(f"prompt   {'natural language' if tokenizer else ids}")
     generate(engine, prompt, 1, 2, args.temperature, device)  # warm-up
     seconds = generate(engine, prompt, 1, 2, args.temperature, device)[0]
-    mfu = 100 * model.estimate_prefill_flops(length) / seconds / flops
     found["prefill"] = {
         "tok_per_sec": round(length / seconds, 1),
-        "mfu_percent": round(mfu, 2) if math.isfinite(flops) else None,
+        "mfu_percent": percent(model.estimate_prefill_flops(length) / seconds, peak, 2),
         "time_sec": round(seconds, 6),
     }
     print(f"prefill  {length / seconds:,.0f} tok/s at batch 1, {length} tokens")
@@ -298,22 +297,25 @@ def run_generation(args, model, tokenizer, ids, found, device):
         if not later:
             print(f"{rows:>6}  every row ended at its first token")
             continue
-        step = statistics.median(later)
-        moved = found["weight_read_bytes_per_step"] + rows * found["kv_read_bytes_per_step"]
-        entry = {
-            "batch_size": rows,
-            "ttft_sec": round(first, 6),
-            "tpot_sec": round(step, 6),
-            "tok_per_sec": round(rows * len(later) / sum(later), 1),
-            "mbu_percent": round(100 * moved / step / bandwidth, 2) if math.isfinite(bandwidth) else None,
-            "mfu_percent": round(100 * rows * found["decode_flops_per_token"] / step / flops, 4)
-            if math.isfinite(flops)
-            else None,
-            "peak_vram_bytes": vram,
-            "decode_steps": len(later),
-        }
-        found["sweep"].append(entry)
-        print(generation_line(entry, args.decode_tokens - 1), flush=True)
+        found["sweep"].append(generation_entry(rows, first, later, vram, found))
+        print(generation_line(found["sweep"][-1], args.decode_tokens - 1), flush=True)
+
+
+def generation_entry(rows, first, later, vram, found) -> dict:
+    """Upstream's keys for one batch size: seconds to the first token, then of every step."""
+    step = statistics.median(later)
+    moved = found["weight_read_bytes_per_step"] + rows * found["kv_read_bytes_per_step"]
+    done = rows * found["decode_flops_per_token"]
+    return {
+        "batch_size": rows,
+        "ttft_sec": round(first, 6),
+        "tpot_sec": round(step, 6),
+        "tok_per_sec": round(rows * len(later) / sum(later), 1),
+        "mbu_percent": percent(moved / step, found["peak_bandwidth_bytes_per_sec"], 2),
+        "mfu_percent": percent(done / step, found["peak_flops_per_sec"], 4),
+        "peak_vram_bytes": vram,
+        "decode_steps": len(later),
+    }
 
 
 def generation_line(entry, expected):

@@ -100,6 +100,20 @@ def test_model_without_banks_is_compared_with_baseline_alone(capsys):
     assert found["source"] == "random weights, upstream"
 
 
+def test_shares_of_a_known_peak(capsys, monkeypatch):
+    monkeypatch.setattr("scripts.infer_bench.get_peak_bandwidth", lambda name: 1e12)
+    monkeypatch.setattr("scripts.infer_bench.get_peak_flops", lambda name: 1e13)
+    main([*TINY, "--prompt-tokens", "9", "--decode-tokens", "5", "--batch-sizes", "2"])
+    found = last_line(capsys)
+    (row,) = found["sweep"]
+    moved = found["weight_read_bytes_per_step"] + 2 * found["kv_read_bytes_per_step"]
+    assert row["mbu_percent"] == pytest.approx(100 * moved / row["tpot_sec"] / 1e12, abs=0.006)
+    flops = 2 * found["decode_flops_per_token"]
+    assert row["mfu_percent"] == pytest.approx(100 * flops / row["tpot_sec"] / 1e13, abs=6e-5)
+    ceiling = 1e12 / (found["weight_read_bytes_per_step"] + found["kv_read_bytes_per_step"])
+    assert found["ceiling_bs1_tok_per_sec"] == pytest.approx(ceiling, abs=0.06)
+
+
 @pytest.fixture
 def base_dir(tmp_path, monkeypatch):
     """A base directory with a tokenizer and a checkpoint."""
@@ -275,10 +289,10 @@ def test_upstreams_attention_equals_ours(window, n_kv_head):
 
 
 def test_rounds_are_paired():
-    clocks = {"a": iter([9, 9, 9, 2, 4, 6]), "b": iter([9, 9, 9, 1, 1, 2])}
+    clocks = {"a": iter([9, 9, 9, 2, 6, 4]), "b": iter([9, 9, 9, 1, 1, 2])}
     times = interleave({name: clock.__next__ for name, clock in clocks.items()}, rounds=3, seed=0)
-    assert times == {"a": [2, 4, 6], "b": [1, 1, 2]}
-    assert ratio(times, "a", "b") == {"median": 3.0, "quartiles": [2.5, 3.5]}
+    assert times == {"a": [2, 6, 4], "b": [1, 1, 2]}
+    assert ratio(times, "a", "b") == {"median": 2.0, "quartiles": [2.0, 4.0]}
 
 
 def test_order_of_sides_changes():
@@ -402,7 +416,8 @@ def test_suite_steps_layout_bytes(suite):
 
 def test_suite_mmap(suite):
     found = suite.found["mmap"]
-    assert found["tables_bytes"] == VOCAB * 32 * 4
+    tables = {where: loaded["tables_in_memory"] for where, loaded in found["resident_loaded"].items()}
+    assert tables == {"device": found["tables_bytes"], "mmap": 0} and found["tables_bytes"] == VOCAB * 32 * 4
     assert all(sizes["RssAnon"] > 1e7 for sizes in found["resident"].values()) and "mmap / device" in found["ratios"]
 
 
@@ -430,19 +445,33 @@ def test_aims_are_those_of_the_issue():
     assert [aim["met"] for aim in found] == [False, True, True, True, False, True]
 
 
+def setting_of(**more):
+    config = build(randomise=False, vocab_size=VOCAB, bov_layers="last:1/3").config
+    ids = IdSource("zipf", VOCAB, 0)
+    return decode_suite.Setting(config=config, device=CPU, ids=ids, seed=0, rounds=2, contexts=(64,), **more)
+
+
+def test_sides_of_the_suite_are_what_their_names_say():
+    models = decode_suite.Models(setting_of())
+    ids = ids_of(1, 66)
+    models.set(66, "L")
+    sides = {name: models.side(name, ids, 64) for name in ("banks", "v_cache", "baseline", "upstream")}
+    assert {name: side.cache.history is not None for name, side in sides.items()} == {
+        "banks": True, "v_cache": False, "baseline": False, "upstream": False,
+    }  # fmt: skip
+    assert {name for name, side in sides.items() if side.cache.k_cache.is_contiguous()} == {"upstream"}
+    assert sides["upstream"].model is sides["baseline"].model is not sides["banks"].model
+
+
 @pytest.mark.parametrize(
     "name, value, message",
     [("deadline", -1.0, "--budget"), ("free", 1000, "are free")],
     ids=["out of time", "out of memory"],
 )
 def test_cases_that_cannot_be_measured_are_left_out(name, value, message, monkeypatch, capsys):
-    config = build(randomise=False, vocab_size=VOCAB, bov_layers="last:1/3").config
-    more = {name: value} if name == "deadline" else {}
     if name == "free":
         monkeypatch.setattr(decode_suite, "available_bytes", lambda device: value)
-    setting = decode_suite.Setting(
-        config=config, device=CPU, ids=IdSource("zipf", VOCAB, 0), seed=0, rounds=2, contexts=(64,), **more
-    )
+    setting = setting_of(**({name: value} if name == "deadline" else {}))
     results = decode_suite.run_suite(setting, ("attention", "steps", "growth"), save=lambda results: None)
     rows = [*results["attention"], *results["steps"], *results["growth"]["by_context"]]
     assert all(message in row["skipped"] for row in rows) and message in capsys.readouterr().out
