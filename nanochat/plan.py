@@ -4,7 +4,7 @@ import json
 
 import torch
 
-from nanochat.bov import host
+from nanochat.bov import host, memory
 from nanochat.bov.layers import is_explicit
 from nanochat.bov.spec import bank_layers
 from nanochat.common import COMPUTE_DTYPE, get_dist_info, jsonable, print0
@@ -67,6 +67,11 @@ def plan_run(args, vocab_size: int, world_size: int) -> tuple[GPTConfig, Plan]:
         final_lr_frac=args.final_lr_frac,
     )  # fmt: skip
     return config, plan
+
+
+def memory_sizes(model: GPT) -> memory.Sizes:
+    """What the bytes of a model depend on; a model of shapes without data will do."""
+    return memory.Sizes.of(model.config, [left for left, _ in model.window_sizes], rotary=model.cos.size(1))
 
 
 def train_bytes(model: GPT, plan: Plan) -> dict[str, int]:
@@ -138,6 +143,6 @@ def dry_run(args):
     print0(f"horizon    {plan.num_iterations:,} steps, {plan.total_tokens:,} tokens, {plan.total_flops:.3g} FLOPs")
     rates = ", ".join(f"{name} {rate:.4g}" for name, rate in plan.lr.items())
     print0(f"rates      {rates}, weight decay {plan.weight_decay:.4f}")
-    memory = summary["train_bytes_per_rank"] / 2**30
-    print0(f"memory     {memory:.2f} GiB a rank for weights, gradients, optimizer state and logits")
+    size = summary["train_bytes_per_rank"] / 2**30
+    print0(f"memory     {size:.2f} GiB a rank for weights, gradients, optimizer state and logits")
     print0(json.dumps(jsonable(summary)))

@@ -10,14 +10,12 @@ Without --preset the model is paper/bov. Savings are against the same shape with
 import argparse
 import json
 import math
-import os
 import sys
-import tempfile
+from collections import defaultdict
 from dataclasses import replace
 from fractions import Fraction
 
 import torch
-from safetensors.torch import save_file
 
 from nanochat.authors_checkpoints import authors_config
 from nanochat.bov import decode as bov_decode
@@ -25,14 +23,10 @@ from nanochat.bov import host, memory, placement
 from nanochat.bov.memory import Decode, Sizes
 from nanochat.checkpoint_manager import list_steps, meta_path, resolve_checkpoint
 from nanochat.common import COMPUTE_DTYPE, DTYPES, autodetect_device_type, compute_init
-from nanochat.engine import KVCache
-from nanochat.flash_attention import flash_attn
-from nanochat.gpt import GPT, GPTConfig, config_from_dict, window_sizes
-from nanochat.optim import reshard
-from nanochat.plan import model_config
+from nanochat.gpt import GPTConfig, config_from_dict
+from nanochat.memory_meter import SEED, measure
+from nanochat.plan import memory_sizes, meta_model, model_config
 
-SEED = 42
-ROTARY_CONTEXTS = 10  # rotary positions per position of sequence_len: GPT.__init__
 SHAPE_FLAGS = ("depth", "aspect_ratio", "width", "head_dim", "kv_heads", "vocab_size", "max_seq_len", "window_pattern")
 LABELS = {
     "weights": "weights without tables",
@@ -43,7 +37,7 @@ LABELS = {
     "ids": "token ids",
     "slots": "slots",
     "slot_map": "slot map",
-    "pool": "pool",
+    "pool": "pools of placed tables",
     "state": "lengths, smear state",
     "host_tables": "tables in host memory",
     "temporaries": "one attention layer, at its peak",
@@ -88,12 +82,12 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("--dtype", choices=DTYPES, default=None, help="of cache and tables (default: this machine's)")
     g.add_argument("--window-policy", choices=memory.POLICIES, default="full", help="ring keeps the window alone")
     g.add_argument("--placement", choices=placement.PLACEMENTS, default="device", help="of the tables of bank layers")
-    g.add_argument("--strategy", choices=memory.STRATEGIES, default="pooled", help="of decoding without V")
+    g.add_argument("--strategy", choices=bov_decode.STRATEGIES, default="auto", help="of decoding without V")
+    g.add_argument("--device-type", choices=("cuda", "cpu", "mps"), default=None, help="default: what there is")
     g.add_argument("--distinct", default="zipf", help="tokens: a number, zipf (expected, s = 1) or bound (min(T, V))")
     g.add_argument("--ranks", type=int, default=1, help="that share the optimizer state in training")
     g = p.add_argument_group("output")
     g.add_argument("--measure", action="store_true", help="allocate it here, decode and train one step, and compare")
-    g.add_argument("--device-type", default="", help="cuda, cpu or mps for --measure (default: what there is)")
     g.add_argument("--plot", default=None, metavar="FILE.png", help="saved share against batch * context")
     g.add_argument("--vocabs", type=numbers, default=[32768, 151936], help="of the plot, comma list")
     g.add_argument("--json", action="store_true", help='last line {"formula": {...}, "measured": {...}}, in bytes')
@@ -139,16 +133,19 @@ def config_for(args, context: int) -> GPTConfig:
             flags = ", ".join("--" + name.replace("_", "-") for name in given)
             raise ValueError(f"--model-tag with {flags}: a checkpoint has its own shape and axes")
         config = checkpoint_config(args)
-    if context > ROTARY_CONTEXTS * config.sequence_len:
-        raise ValueError(
-            f"--context {context} is past the {ROTARY_CONTEXTS * config.sequence_len} rotary positions of a model of "
-            f"sequence_len {config.sequence_len}" + ("" if args.model_tag else "; raise --max-seq-len")
-        )
     return config
 
 
 def sizes_of(config: GPTConfig) -> Sizes:
-    return Sizes.of(config, [left for left, _ in window_sizes(config)], rotary=ROTARY_CONTEXTS * config.sequence_len)
+    return memory_sizes(meta_model(config))
+
+
+def check_context(args, sizes: Sizes, context: int):
+    if context > sizes.rotary:
+        raise ValueError(
+            f"--context {context} is past the {sizes.rotary} rotary positions of a model of sequence_len "
+            f"{sizes.sequence_len}" + ("" if args.model_tag else "; raise --max-seq-len")
+        )
 
 
 def distinct_tokens(text: str, vocab_size: int, tokens: int) -> tuple[int, str]:
@@ -179,154 +176,6 @@ def draw_ids(text: str, vocab_size: int, batch: int, context: int) -> torch.Tens
     return ids
 
 
-# ---------------------------------------------------------------------------- measuring
-
-
-def measure(args, config: GPTConfig, decode: Decode) -> tuple[dict, int]:
-    """Allocated bytes under the keys of the formula, and the number of distinct tokens among the ids drawn.
-
-    K and V hold zeros: positions are counted as filled with seeded ids, then two tokens are decoded for real.
-    Raises ValueError for what cannot be measured, or not here.
-    """
-    device = compute_init(args.device_type or autodetect_device_type(), seed=SEED)[-1]
-    check_measurable(config, decode, device)
-    ids = draw_ids(args.distinct, config.vocab_size, decode.batch, decode.context)
-    found = measure_decoding(config, decode, ids.to(device))
-    return found | measure_training(config, device, args.ranks), len(ids.unique())
-
-
-def check_measurable(config: GPTConfig, decode: Decode, device):
-    if decode.context < 2:
-        raise ValueError("--measure decodes two tokens: --context must be at least 2")
-    if decode.policy == "ring":
-        raise ValueError("--measure with --window-policy ring: the cache here keeps every position")
-    if decode.dtype != COMPUTE_DTYPE:
-        name = str(decode.dtype).removeprefix("torch.")
-        raise ValueError(f"--measure computes in {COMPUTE_DTYPE} here: set NANOCHAT_DTYPE={name} or leave out --dtype")
-    if decode.strategy == "fused" and device.type != "cuda":
-        raise ValueError("--measure with --strategy fused needs a CUDA device")
-    sizes = sizes_of(config)
-    parts = memory.decode_bytes(sizes, decode)
-    decoding = memory.held(parts) + parts["host_tables"] + parts["step_temporaries"]
-    training = parts["weights"] + parts["tables"] + sum(memory.train_bytes(sizes, decode.dtype).values())
-    need, room = max(decoding, training), device_bytes(device)
-    if need > 0.9 * room:
-        raise ValueError(f"--measure needs {size(need)} of the {size(room)} of this {device.type}: choose less")
-
-
-def device_bytes(device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[1]
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def build(config: GPTConfig, device) -> GPT:
-    """A model with seeded random weights."""
-    with torch.device("meta"):
-        model = GPT(config)
-    model.to_empty(device=device)
-    torch.manual_seed(SEED)
-    model.init_weights()
-    return model
-
-
-def measure_decoding(config: GPTConfig, decode: Decode, ids) -> dict:
-    """Bytes of the weights, the cache and one step; ids (B, S) on the device."""
-    model = build(config, ids.device)
-    tables = {f"value_embeds.{i}.weight": table.weight for i, table in model.value_embeds.items()}
-    known = {id(weight) for weight in tables.values()}
-    found = {
-        "weights": memory.storage_bytes(p for p in model.parameters() if id(p) not in known),
-        "rotary": memory.storage_bytes(model.buffers()),
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        away = place_tables(model, decode.placement, tables, os.path.join(folder, "tables.safetensors"))
-        found["tables"] = memory.storage_bytes(weight for key, weight in tables.items() if key not in away)
-        found["host_tables"] = sum(away.values())
-        del tables
-        decode_tokens(model, decode, ids[:, -4:])  # kernels get their workspaces
-        return found | decode_tokens(model, decode, ids)
-
-
-def place_tables(model: GPT, where: str, tables: dict, path: str) -> dict:
-    """Bytes in host memory of each table that is placed off the device; `path`: a file that mmap may write and read."""
-    if where == "device":
-        return {}
-    users = placement.placed_tables(model)
-    if where == "mmap":
-        save_file({key: tables[key].detach() for key in users}, path)
-    with memory.meter("cpu") as meter:
-        placement.place(model, where, path)
-    if where == "mmap":
-        return {key: meter.live // len(users) for key in users}
-    return {key: memory.storage_bytes([banks[0].rows.table]) for key, banks in users.items()}
-
-
-@torch.inference_mode()
-def decode_tokens(model: GPT, decode: Decode, ids) -> dict:
-    """Bytes of a cache in which all but the last two of ids (B, S) count as there, and of decoding these two."""
-    config, (B, S) = model.config, ids.shape
-    head_dim = config.n_embd // config.n_head
-    with memory.meter(ids.device) as meter:
-        cache = KVCache(
-            B, config.n_kv_head, S, head_dim, config.n_layer, ids.device, COMPUTE_DTYPE,
-            value_layers=model.value_layers, strategy=decode.strategy,
-        )  # fmt: skip
-        cache.append_ids(ids[:, :-2])
-        cache.advance(S - 2)
-        if config.smear:
-            cache.prev_embedding = torch.zeros(B, 1, config.n_embd, dtype=COMPUTE_DTYPE, device=ids.device)
-        model(ids[:, -2:-1], kv_cache=cache)
-        before = meter.live
-        meter.restart_peak()
-        model(ids[:, -1:], kv_cache=cache)
-        found = cache_bytes(cache) | {"step_temporaries": meter.peak - before}
-        found["pool"] = meter.live - sum(found[name] for name in memory.HELD if name in found)
-    query = torch.zeros(B, 1, config.n_head, head_dim, dtype=COMPUTE_DTYPE, device=ids.device)
-    layers = zip(model.transformer.h, model.window_sizes, strict=True)
-    return found | {"temporaries": max(attention_peak(block.attn, window, query, cache) for block, window in layers)}
-
-
-def cache_bytes(cache: KVCache) -> dict:
-    """Bytes of what a cache names; pools, which it does not, are the rest of what decoding leaves allocated."""
-    past = cache.history
-    parts = {"k": [cache.k_cache], "v": [cache.v_cache], "state": [cache.cache_seqlens, cache.prev_embedding]}
-    parts |= {"ids": [], "slots": [], "slot_map": []}
-    if past is not None:
-        parts["state"].append(past.lengths)
-        parts |= {"ids": [past.ids], "slots": [past.slots], "slot_map": [past.token_slot, past.pool_ids]}
-    return {name: memory.storage_bytes(t for t in part if t is not None) for name, part in parts.items()}
-
-
-def attention_peak(attn, window, query, cache: KVCache) -> int:
-    """Bytes that one layer's attention of query (B, 1, N, D) over the whole cache allocates at its peak."""
-    keys, values = cache.get_layer_cache(attn.layer_idx)
-    end = cache.get_pos()
-    attend = flash_attn.flash_attn_with_kvcache
-    with memory.meter(query.device) as meter:
-        if values is None:
-            coeff = next((attn.get_parameter(n) for n in attn.bank.spec.coefficients(attn.n_kv_head)), None)
-            options = dict(coeff=coeff, window=window[0], strategy=cache.history.strategy, dense=attend)
-            bov_decode.attend(query, keys[:, :end], attn.bank.rows, cache.history, **options)
-        else:
-            attend(query, keys[:, :end], values[:, :end], cache_seqlens=end, causal=True, window_size=window)
-        return meter.peak
-
-
-def measure_training(config: GPTConfig, device, ranks: int) -> dict:
-    """Bytes of gradients and optimizer state after one training step on a few tokens; `ranks` > 1: of rank 0's part."""
-    model = build(config, device)
-    optimizer = model.setup_optimizer()
-    ids = torch.arange(8, device=device).view(1, -1) % config.vocab_size
-    model(ids, ids).backward()
-    optimizer.step()
-    state = optimizer.state if ranks == 1 else reshard([optimizer.state_for_save()], ranks, 0)["state"]
-    return {
-        "gradients": memory.storage_bytes(p.grad for p in model.parameters()),
-        "optimizer": memory.storage_bytes(t for tensors in state.values() for t in tensors.values()),
-    }
-
-
 # ---------------------------------------------------------------------------- text
 
 
@@ -338,12 +187,22 @@ def size(count: int) -> str:
     return f"{count / 2**20:.1f} MiB" if count < 2**30 else f"{count / 2**30:.2f} GiB"
 
 
-def describe(config: GPTConfig, sizes: Sizes) -> str:
-    banks = ",".join(map(str, sizes.bank_layers)) or "none"
-    return (
+def description_lines(config: GPTConfig, sizes: Sizes, decode: Decode, origin: str):
+    """The model and its use; origin: where the number of distinct tokens comes from."""
+    ways = defaultdict(list)
+    for i in sizes.bank_layers:
+        ways[memory.chosen(sizes, decode, i)].append(str(i))
+    banks = "; ".join(f"{','.join(layers)} by {way}" for way, layers in ways.items())
+    yield (
         f"model   {config.n_layer} layers, width {config.n_embd}, {config.n_head} query and {config.n_kv_head} kv "
         f"heads of {config.n_embd // config.n_head}, vocabulary {config.vocab_size:,}, windows {config.window_pattern} "
-        f"of {config.sequence_len:,}\n        layers without a V cache: {banks}"
+        f"of {config.sequence_len:,}"
+    )
+    yield f"        layers without a V cache: {banks or 'none'} (--strategy {decode.strategy}, {decode.device})"
+    dtype = str(decode.dtype).removeprefix("torch.")
+    yield (
+        f"use     batch {decode.batch:,}, context {decode.context:,}, {dtype}, window policy {decode.policy}, "
+        f"tables on {decode.placement}, {decode.distinct:,} distinct tokens ({origin})"
     )
 
 
@@ -384,7 +243,7 @@ def saving_lines(sizes: Sizes, decode: Decode, distinct):
         yield f"  the same with ids, slots, slot map and the dropped W_V {tokens['all']:>10} tokens"
     batch = memory.paying_batch(sizes, decode, distinct)
     start = f"from batch {batch:,} on" if batch else f"at no batch up to {memory.MOST_ROWS:,}"
-    yield f"  everything held on the device, pool included, is less {start} (context {decode.context:,})"
+    yield f"  everything held on the device is less {start} (context {decode.context:,})"
     if decode.policy == "ring":
         yield from ring_lines(sizes, decode)
 
@@ -420,7 +279,7 @@ def draw(args, path):
 def plot_point(args, tokens: int) -> Decode:
     batch = args.batch[0]
     context = max(1, tokens // batch)
-    return Decode(batch, context, torch.bfloat16, 1, args.window_policy, "device", "gather")
+    return Decode(batch, context, torch.bfloat16, 1, args.window_policy, strategy="fused")
 
 
 def panel(axis, name: str, limit: float, fixed: str):
@@ -446,27 +305,29 @@ def report(args, batch: int, context: int):
     """Everything about one batch and context, printed."""
     config = config_for(args, context)
     sizes, dtype = sizes_of(config), DTYPES[args.dtype] if args.dtype else COMPUTE_DTYPE
+    check_context(args, sizes, context)
     distinct, origin = distinct_tokens(args.distinct, config.vocab_size, batch * context)
-    decode = Decode(batch, context, dtype, distinct, args.window_policy, args.placement, args.strategy)
+    device = args.device_type or autodetect_device_type()
+    code = "cuda" if device.startswith("cuda") else "cpu"
+    decode = Decode(batch, context, dtype, distinct, args.window_policy, args.placement, args.strategy, code)
     measured = None
     if args.measure:
-        measured, distinct = measure(args, config, decode)
-        decode, origin = replace(decode, distinct=distinct), "counted"
+        ids = draw_ids(args.distinct, config.vocab_size, batch, context)
+        measured = measure(config, decode, ids.to(compute_init(device, seed=SEED)[-1]), args.ranks)
+        decode, origin = replace(decode, distinct=len(ids.unique())), "counted"
     formula, standard = (
         memory.decode_bytes(s, decode) | memory.train_bytes(s, dtype, args.ranks) for s in (sizes, sizes.standard)
-    )
-    print(describe(config, sizes))
-    print(
-        f"use     batch {batch:,}, context {context:,}, {str(dtype).removeprefix('torch.')}, window policy "
-        f"{decode.policy}, tables on {decode.placement}, {decode.strategy}, {distinct:,} distinct tokens ({origin})\n"
     )
 
     def kinds(tokens):
         given = args.distinct.isdigit()
         return min(distinct, tokens) if given else distinct_tokens(args.distinct, config.vocab_size, tokens)[0]
 
-    lines = (*table_lines(formula, standard, measured, args.ranks), "", *saving_lines(sizes, decode, kinds))
-    for line in lines:
+    for line in (
+        *description_lines(config, sizes, decode, origin), "",
+        *table_lines(formula, standard, measured, args.ranks), "",
+        *saving_lines(sizes, decode, kinds),
+    ):  # fmt: skip
         print(line)
     if args.json:
         measured = measured or dict.fromkeys(formula)

@@ -1,27 +1,27 @@
-"""Bytes a model needs to decode and to train, by formula, and the meter that checks the formula against allocations.
+"""Bytes a model needs to decode and to train, by formula; nanochat/memory_meter.py measures the same.
 
-Shapes: B batch, S positions allocated (the context), C n_embd, H kv heads, N query heads, D head dim, V padded vocab,
-U distinct tokens, W ranks.
+Shapes: B batch, S positions allocated (the context), C n_embd, H kv heads, N query heads, G = N / H, D head dim,
+V padded vocab, U distinct tokens, W ranks.
 """
 
 import math
-import weakref
 from collections import Counter
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from nanochat.bov import kernels, one_query
+from nanochat.bov.decode import STRATEGIES, choose
 from nanochat.bov.host import AXES, SMEAR_CHANNELS
 from nanochat.bov.placement import BUFFER_BYTES, PLACEMENTS
 from nanochat.bov.spec import PLAIN, ValueSpec, layer_specs
 from nanochat.bov.values import GATE_CHANNELS
 
 POLICIES = ("full", "ring")
-STRATEGIES = ("gather", "pooled", "fused")
-SMALLEST_POOL = 64  # rows; a pool is made for twice the tokens there are
+DEVICES = ("cpu", "cuda")
 SHARDED_FROM = 1024  # elements from which the ranks share an AdamW moment
+PROCESSORS = 132  # multiprocessors of the GPU that the formula supposes: H100, H200
 
 # ---------------------------------------------------------------------------- sizes
 
@@ -104,7 +104,8 @@ class Decode:
     """How a model decodes: `batch` rows of `context` positions, `distinct` different tokens among all of them.
 
     policy: full = every layer keeps all positions, as implemented here; ring = a server whose window layers keep
-    `window` rows. placement: where the tables of bank layers are. Raises ValueError naming the flag.
+    `window` rows. placement: where the tables of bank layers are. strategy: of layers without V, see decode.py.
+    device: whose code runs, cpu or cuda (with Triton). Raises ValueError naming the flag.
     """
 
     batch: int
@@ -113,7 +114,8 @@ class Decode:
     distinct: int
     policy: str = "full"
     placement: str = "device"
-    strategy: str = "pooled"
+    strategy: str = "auto"
+    device: str = "cpu"
 
     def __post_init__(self):
         for name in ("batch", "context"):
@@ -121,13 +123,11 @@ class Decode:
                 raise ValueError(f"--{name} {vars(self)[name]}: at least 1")
         if not 1 <= self.distinct <= self.batch * self.context:
             raise ValueError(f"--distinct {self.distinct}: from 1 to the {self.batch * self.context} tokens there are")
-        words = {"window-policy": POLICIES, "placement": PLACEMENTS, "strategy": STRATEGIES}
-        values = (self.policy, self.placement, self.strategy)
+        words = {"window-policy": POLICIES, "placement": PLACEMENTS, "strategy": STRATEGIES, "device-type": DEVICES}
+        values = (self.policy, self.placement, self.strategy, self.device)
         for (flag, known), value in zip(words.items(), values, strict=True):
             if value not in known:
                 raise ValueError(f"--{flag} {value!r}: use one of {', '.join(known)}")
-        if self.strategy == "fused" and self.placement != "device":
-            raise ValueError(f"--strategy fused with --placement {self.placement}: the kernel reads the whole table")
 
 
 def zipf_distinct(vocab_size: int, tokens: int) -> float:
@@ -191,7 +191,7 @@ def optimizer_bytes(sizes: Sizes, dtype, ranks: int = 1) -> int:
             elements = math.prod(shape)
             if ranks > 1 and elements >= SHARDED_FROM:
                 if shape[0] % ranks:
-                    raise ValueError(f"--ranks {ranks}: they cannot share the {shape[0]} rows of {kind} evenly")
+                    raise ValueError(f"{kind}: {ranks} ranks cannot share its {shape[0]} rows evenly")
                 elements //= ranks
             total += count * (2 * elements * stored(kind, dtype) + 4)
     return total
@@ -215,9 +215,9 @@ def decode_bytes(sizes: Sizes, decode: Decode) -> dict[str, int]:
     """Bytes by what they are for: HELD, host_tables (mmap: read buffers), and what a step allocates at its peak in one
     layer's attention (temporaries) and in all (step_temporaries).
 
-    v: only layers with spec.caches_value. ids: int32 (B, S). slots: int64 (B, S). slot_map: int32 and int64 (V,).
-    pool: room for 2 U rows, as after one prompt (it grows by doubling); nothing once the table itself is the pool.
-    state: row lengths, and the last embedding for the smear.
+    v: only layers with spec.caches_value. ids: int32 (B, S). slots: int64 (B, S), and slot_map: int32 and int64 (V,),
+    where a layer is pooled or considers it, or tables are placed. pool: rows of the distinct tokens of every placed
+    table and room for a quarter more, as after one prompt. state: row lengths, and the last embedding for the smear.
     """
     B, S, dtype = decode.batch, decode.context, decode.dtype
     kept = [sizes.rows(i, S, decode.policy) for i in range(sizes.n_layer)]
@@ -226,9 +226,7 @@ def decode_bytes(sizes: Sizes, decode: Decode) -> dict[str, int]:
     table_row = sizes.kv_dim * stored("table", dtype)
     placed = len(sizes.bank_tables) if decode.placement != "device" else 0
     buffered = max(1, BUFFER_BYTES // table_row) if decode.placement == "mmap" else sizes.vocab
-    pools = len(_pooled_tables(sizes, decode))
-    direct = decode.placement == "device" and 2 * decode.distinct > sizes.vocab
-    capacity = min(sizes.vocab, max(SMALLEST_POOL, 2 * decode.distinct))
+    slots = placed or any(chosen(sizes, replace(decode, distinct=1), i) == "pooled" for i in banks)
     return {
         "weights": weight_bytes(sizes, dtype),
         "tables": table_bytes(sizes, dtype) - placed * sizes.vocab * table_row,
@@ -237,9 +235,9 @@ def decode_bytes(sizes: Sizes, decode: Decode) -> dict[str, int]:
         "k": sum(kept) * row,
         "v": sum(rows for i, rows in enumerate(kept) if i not in banks) * row,
         "ids": 4 * B * S if banks else 0,
-        "slots": 8 * B * S if pools else 0,
-        "slot_map": (4 + 8) * sizes.vocab if pools and not direct else 0,
-        "pool": 0 if direct else pools * capacity * table_row,
+        "slots": 8 * B * S if slots else 0,
+        "slot_map": (4 + 8) * sizes.vocab if slots else 0,
+        "pool": placed * min(sizes.vocab, decode.distinct + decode.distinct // 4 + 64) * table_row,
         "state": 4 * B * (2 if banks else 1) + (B * sizes.n_embd * dtype.itemsize if sizes.smear else 0),
         "temporaries": max(attention_temporaries(sizes, decode, i) for i in range(sizes.n_layer)),
         "step_temporaries": step_temporaries(sizes, decode),
@@ -251,41 +249,68 @@ def held(parts: dict[str, int]) -> int:
     return sum(parts[name] for name in HELD)
 
 
-def _pooled_tables(sizes: Sizes, decode: Decode) -> tuple[int, ...]:
-    """Tables of which decoding keeps a pool: all that are placed, else those of bank layers that see every position."""
-    if decode.placement != "device":
-        return sizes.bank_tables
-    if decode.strategy != "pooled":
-        return ()
-    whole = [i for i in sizes.bank_layers if not cuts(sizes, i, decode.context)]
-    return tuple(sorted({sizes.specs[i].table for i in whole}))
+def chosen(sizes: Sizes, decode: Decode, layer: int) -> str:
+    """How a layer attends in a step: cached, or as decode.choose says gather, fused or pooled."""
+    if layer not in sizes.bank_layers:
+        return "cached"
+    strategy = "fused" if decode.strategy == "auto" and decode.device == "cuda" else decode.strategy
+    query = SimpleNamespace(size=lambda dim: 1, is_cuda=False)
+    history = SimpleNamespace(length=decode.context, assign_slots=lambda vocab: decode.distinct)
+    return choose(strategy, query, history, sizes.windows[layer], SimpleNamespace(vocab=sizes.vocab))
 
 
-def cuts(sizes: Sizes, layer: int, context: int) -> bool:
-    """Whether the window of a layer leaves out keys of a full context; such a layer always gathers."""
-    return 0 <= sizes.windows[layer] < context - 1
+def attended(sizes: Sizes, layer: int, context: int) -> int:
+    """Keys that the newest query of a full context sees in a layer."""
+    return min(context, sizes.windows[layer] + 1) if sizes.windows[layer] >= 0 else context
 
 
 def attention_temporaries(sizes: Sizes, decode: Decode, layer: int) -> int:
-    """What one layer's attention allocates in a step, by its largest tensors; kernels that need no scores need less.
+    """What one layer's attention allocates at its peak in a step, by its largest tensors, nothing compiled.
 
-    Everywhere the output and two passes of p (B, N, keys) in fp32; gather adds V of the attended rows, pooled has w
-    (B, N, U) in fp32 and in the compute dtype beside one p.
+    fp32 and CUDA attend to a given V without scores; everything else makes them, see decode.py and one_query.py.
     """
-    B, S, itemsize = decode.batch, decode.context, decode.dtype.itemsize
-    output = B * sizes.n_embd * itemsize
-    bank = layer in sizes.bank_layers
-    if bank and decode.strategy == "fused":
-        return output
-    keys = min(S, sizes.windows[layer] + 1) if cuts(sizes, layer, S) else S
-    heads = B * sizes.n_head
-    if not bank:
-        return output + heads * 8 * keys
-    if decode.strategy == "gather" or cuts(sizes, layer, S):
-        return output + heads * 8 * keys + B * keys * sizes.kv_dim * stored("table", decode.dtype)
-    direct = decode.placement == "device" and 2 * decode.distinct > sizes.vocab
-    slots = sizes.vocab if direct else decode.distinct
-    return output + heads * max(8 * S, 4 * S + (4 + itemsize) * slots)
+    B, H, U, dtype = decode.batch, sizes.n_kv_head, decode.distinct, decode.dtype
+    keys, groups = attended(sizes, layer, decode.context), sizes.n_head // H
+    way, row = chosen(sizes, decode, layer), stored("table", dtype)
+    output, p = B * sizes.n_embd * dtype.itemsize, 4 * B * sizes.n_head * keys
+    if way == "fused" and decode.device == "cuda":
+        splits = kernels.split_count(B, H, keys, PROCESSORS)
+        return output + 4 * B * splits * (sizes.n_embd + sizes.n_head)
+    scores = p + max(p, _converted(sizes, decode, keys))
+    if way == "pooled":
+        w = 4 * B * sizes.n_head * U
+        moved = B > 1 and H > 1 and (groups > 1 or B <= one_query.SUMMED_ALONE)  # the batch comes to lie side by side
+        return max(scores, p + (2 if moved else 1) * w + _sum(sizes, decode, (1, B * groups, U), row))
+    if way == "fused":
+        return max(scores, p + _sum(sizes, decode, (B, groups, keys), row))
+    values = B * keys * sizes.kv_dim
+    read = values * (row + dtype.itemsize) if way == "gather" and row != dtype.itemsize else 0
+    if decode.device == "cuda" or dtype == torch.float32:
+        dense = output
+    else:
+        dense = max(scores, p + _sum(sizes, decode, (B, groups, keys), dtype.itemsize))
+    return max(read, dense + (values * dtype.itemsize if way == "gather" else 0))
+
+
+def _converted(sizes: Sizes, decode: Decode, keys: int) -> int:
+    """Bytes of the piece of K that is converted to fp32 at a time, and of its products."""
+    if decode.device == "cuda" or decode.dtype == torch.float32:
+        return 0
+    piece = min(keys, max(16, one_query.PIECE // (decode.batch * sizes.kv_dim)))
+    return 4 * decode.batch * piece * (sizes.kv_dim + sizes.n_head)
+
+
+def _sum(sizes: Sizes, decode: Decode, shape: tuple[int, int, int], itemsize: int) -> int:
+    """Bytes for a weighted sum of rows of `itemsize`, its result too: shape = (batch, queries of one kv head, rows)."""
+    B, queries, rows = shape
+    weights = B * sizes.n_kv_head * queries * rows
+    output = decode.batch * sizes.n_embd
+    if decode.device == "cpu" and queries <= one_query.SUMMED_ALONE:
+        return weights * (4 + (itemsize if itemsize < 4 else 0)) + output * itemsize  # places and weights
+    length = min(rows, max(16, one_query.PIECE // (B * sizes.kv_dim)))
+    converted = 4 * length if decode.device == "cpu" and itemsize < 4 else 0
+    later = itemsize * min(length, rows - length)  # the next piece, made beside it
+    return B * sizes.kv_dim * (itemsize * length + max(converted, later)) + 8 * output
 
 
 def step_temporaries(sizes: Sizes, decode: Decode) -> int:
@@ -311,7 +336,7 @@ def shares(sizes: Sizes, decode: Decode) -> dict[str, float]:
     """Share saved against `sizes.standard`, by denominator (DENOMINATORS, of the standard model).
 
     v, kv: V no longer cached minus the tables on the device, the paper's count. v_all, kv_all and everything: all that
-    is held counts, so ids, slots, pool, and the W_V that is gone.
+    is held counts, so ids, slots, pools, and the W_V that is gone.
     """
     own, standard = decode_bytes(sizes, decode), decode_bytes(sizes.standard, decode)
     paper = standard["v"] - own["v"] - (own["tables"] - standard["tables"])
@@ -334,7 +359,7 @@ def break_even(sizes: Sizes, decode: Decode) -> dict[str, float]:
     """batch * context at which a model holds as much as its standard form, for `decode`'s context and any batch.
 
     tables: the tables equal the V no longer cached (V rows per table under `full`). all: ids, slots, slot map and the
-    W_V that is gone count too; the pool does not. 0 when the banks always save, inf when never or without banks.
+    W_V that is gone count too; pools of placed tables do not. 0 when the banks always save, inf when never or without.
     """
     own, standard = decode_bytes(sizes, decode), decode_bytes(sizes.standard, decode)
     saved = standard["v"] - own["v"]
@@ -355,7 +380,7 @@ MOST_ROWS = 2**20
 
 
 def paying_batch(sizes: Sizes, decode: Decode, distinct) -> int | None:
-    """Smallest batch at `decode`'s context from which on everything held, pool included, is less than in the standard
+    """Smallest batch at `decode`'s context from which on everything held, pools included, is less than in the standard
     form; None when that takes more than MOST_ROWS. distinct: number of tokens -> U.
     """
 
@@ -363,7 +388,7 @@ def paying_batch(sizes: Sizes, decode: Decode, distinct) -> int | None:
         there = replace(decode, batch=batch, distinct=distinct(batch * decode.context))
         return held(decode_bytes(sizes, there)) < held(decode_bytes(sizes.standard, there))
 
-    tried = sorted({round(2 ** (k / 4)) for k in range(81)})  # the pool comes and goes: not monotonous
+    tried = sorted({round(2 ** (k / 4)) for k in range(81)})  # pools stop growing at some point: not monotonous
     failed = [batch for batch in tried if not saves(batch)]
     if not failed:
         return 1
@@ -376,82 +401,7 @@ def paying_batch(sizes: Sizes, decode: Decode, distinct) -> int | None:
     return high
 
 
-# ---------------------------------------------------------------------------- measuring
-
-
 def storage_bytes(tensors) -> int:
     """Bytes of the distinct storages behind `tensors`, whole, however small the views."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(size for address, size in storages.items() if address)
-
-
-class Meter(TorchDispatchMode):
-    """While active: bytes of the results of operations on `device` that are alive (`live`), and the most that were
-    (`peak`). What kernels allocate and free inside is not seen, nor are views, results in place and what was there.
-    """
-
-    def __init__(self, device):
-        super().__init__()
-        self.device = torch.device(device)
-        self.live = self.peak = 0
-        self._known = set()
-
-    def restart_peak(self):
-        """Let `peak` begin anew from what is alive now."""
-        self.peak = self.live
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and tensor.device.type == self.device.type:
-                storage = tensor.untyped_storage()
-                if storage._cdata not in given | self._known:
-                    self._count(storage)
-        return out
-
-    def _count(self, storage):
-        self._known.add(storage._cdata)
-        self.live += storage.nbytes()
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._drop, storage._cdata, storage.nbytes())
-
-    def _drop(self, key, size):
-        self._known.discard(key)
-        self.live -= size
-
-
-class AllocatorMeter:
-    """The same from the CUDA allocator: bytes that were asked for, before it rounds them up; kernels' own included."""
-
-    def __init__(self, device):
-        self.device = device
-
-    def __enter__(self):
-        torch.cuda.synchronize(self.device)
-        self._start = self._requested("current")
-        self.restart_peak()
-        return self
-
-    def __exit__(self, *error):
-        pass
-
-    def _requested(self, when):
-        return torch.cuda.memory_stats(self.device)[f"requested_bytes.all.{when}"]
-
-    def restart_peak(self):
-        torch.cuda.reset_peak_memory_stats(self.device)
-
-    @property
-    def live(self) -> int:
-        return self._requested("current") - self._start
-
-    @property
-    def peak(self) -> int:
-        return self._requested("peak") - self._start
-
-
-def meter(device):
-    """A context manager with `live`, `peak` and `restart_peak` for allocations on `device`."""
-    device = torch.device(device)
-    return AllocatorMeter(device) if device.type == "cuda" else Meter(device)
