@@ -75,21 +75,11 @@ def memory_sizes(model: GPT) -> memory.Sizes:
 
 
 def train_bytes(model: GPT, plan: Plan) -> dict[str, int]:
-    """Bytes on one rank by formula: weights, whole gradients, this rank's share of the optimizer state, logits.
-
-    Adam keeps two copies in the weight's dtype, Muon one in fp32 and one number per neuron of the longer side.
-    """
-    sizes = {"weights": 0, "optimizer": 0}
-    for name, p in model.named_parameters():
-        table = name == "transformer.wte.weight" or name.startswith("value_embeds.")
-        width = COMPUTE_DTYPE.itemsize if table else 4
-        muon = name.startswith("transformer.h.") and p.ndim == 2
-        sizes["weights"] += p.numel() * width
-        sizes["optimizer"] += (p.numel() + max(p.shape)) * 4 if muon else 2 * p.numel() * width
-    rows = plan.device_batch_size * plan.seq_len
-    logits = 2 * rows * model.lm_head.out_features * 4
-    optimizer = sizes["optimizer"] // plan.world_size
-    parts = {"weights": sizes["weights"], "gradients": sizes["weights"], "optimizer": optimizer, "logits": logits}
+    """Bytes on one rank by formula: weights, whole gradients, this rank's share of the optimizer state, logits."""
+    sizes = memory_sizes(model)
+    weights = memory.weight_bytes(sizes, COMPUTE_DTYPE) + memory.table_bytes(sizes, COMPUTE_DTYPE)
+    logits = 2 * plan.device_batch_size * plan.seq_len * model.lm_head.out_features * 4
+    parts = {"weights": weights, **memory.train_bytes(sizes, COMPUTE_DTYPE, plan.world_size), "logits": logits}
     return parts | {"total": sum(parts.values())}
 
 

@@ -4,10 +4,16 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from models import build
 from nanochat import schedule
+from nanochat.bov.memory import storage_bytes
+from nanochat.bov.presets import preset
+from nanochat.memory_meter import measure_training
+from nanochat.plan import train_bytes
 from nanochat.schedule import lr_multiplier, make_plan, muon_momentum, weight_decay_at
 
 # Vocabulary 32,768, MLP x4: block matrices 12 C^2 per layer, and lm_head V C.
@@ -153,6 +159,27 @@ def test_automatic_batch_is_the_nearest_power_of_two(factor):
     best = 2**19 * factor**0.383
     assert plan.total_batch_size.bit_count() == 1
     assert 2**-0.501 < plan.total_batch_size / best < 2**0.501
+
+
+# ---------------------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+@pytest.mark.parametrize("name", ["upstream", "paper/bov"])
+def test_the_plans_bytes_are_those_of_a_training_step(name, ranks):
+    model = build(**preset(name))
+    plan = plan_of(device_batch_size=3, seq_len=8, world_size=ranks, total_batch_size=24 * ranks, num_iterations=1)
+    parts = train_bytes(model, plan)
+    found = measure_training(model.config, torch.device("cpu"), ranks) | {"weights": storage_bytes(model.parameters())}
+    assert {key: parts[key] for key in found} == found
+    assert parts["logits"] == 2 * 3 * 8 * 64 * 4
+    assert parts["total"] == sum(found.values()) + parts["logits"]
+
+
+def test_ranks_that_cannot_share_a_tensor_are_refused_before_training():
+    plan = plan_of(device_batch_size=1, seq_len=8, world_size=3, total_batch_size=24, num_iterations=1)
+    with pytest.raises(ValueError, match="3 ranks cannot share its 64 rows"):
+        train_bytes(build(), plan)
 
 
 # ---------------------------------------------------------------------------- schedules
