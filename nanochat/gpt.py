@@ -15,6 +15,7 @@ from nanochat.bov.compiled import Fused
 from nanochat.common import COMPUTE_DTYPE
 from nanochat.flash_attention import flash_attn
 from nanochat.head import head_logits, head_loss
+from nanochat.linear import Linear
 from nanochat.optim import MuonAdamW, param_groups
 
 ROTARY_BASE = 100000
@@ -72,13 +73,6 @@ def config_from_dict(values: dict) -> GPTConfig:
 def norm(x):
     """RMSNorm over the last dimension, without weight."""
     return F.rms_norm(x, (x.size(-1),))
-
-
-class Linear(nn.Linear):
-    """A bias-free matmul in the dtype of its input; the weight stays in its own (fp32) for the optimizer."""
-
-    def forward(self, x):
-        return F.linear(x, self.weight.to(x.dtype))
 
 
 def apply_rotary_emb(x, cos, sin):

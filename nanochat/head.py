@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from nanochat.bov.compiled import Fused
+from nanochat.linear import linear
 
 SOFTCAP = 15.0
 ROWS_PER_CHUNK = 512  # of one matmul
@@ -20,7 +21,7 @@ def _cap(logits):
 
 def head_logits(x, weight, vocab_size):
     """x (B, T, C), weight (V_padded, C) -> logits (B, T, vocab_size) in fp32, within +-15."""
-    return _cap(F.linear(x, weight.to(x.dtype))[..., :vocab_size].float())
+    return _cap(linear(x, weight)[..., :vocab_size].float())
 
 
 def head_loss(x, weight, targets, vocab_size, reduction="mean"):

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -18,6 +19,7 @@ from nanochat.bov.one_query import attend, scores, weigh, weigh_values
 from nanochat.bov.presets import preset
 from nanochat.engine import KVCache
 from nanochat.flash_attention import flash_attn_func
+from nanochat.linear import linear
 
 STRATEGIES = ("gather", "fused", "pooled", "auto")
 
@@ -233,6 +235,15 @@ def test_compiled_scores_keep_fp32_over_bf16_keys(loops):
     check_scores(2)
 
 
+def test_a_compiled_product_of_one_row_rounds_as_the_matmul_does(loops):
+    x, weight = torch.randn(1, 1, 96).bfloat16(), torch.randn(70, 96)
+    expected = x.double() @ weight.bfloat16().double().T
+    close(linear(x, weight), expected, torch.bfloat16)
+    torch.testing.assert_close(linear(x, weight), F.linear(x, weight.bfloat16()), rtol=1e-2, atol=1e-2)
+    rows = torch.randn(2, 1, 96).bfloat16()
+    assert torch.equal(linear(rows, weight), F.linear(rows, weight.bfloat16()))
+
+
 @settings(deadline=None, max_examples=40)
 @given(
     B=st.integers(1, 3),
@@ -261,7 +272,7 @@ def test_weighted_sums_of_rows(B, heads, T, shared, dtype, threads):
             close(weigh_values(w, v), w.double() @ v.double(), dtype)
             q = torch.randn(B, H * G, 1, D, generator=generator).to(dtype)
             keys, values = (x.double().repeat_interleave(G, dim=1) for x in (cached, v))
-            expected = torch.nn.functional.scaled_dot_product_attention(q.double(), keys, values)
+            expected = F.scaled_dot_product_attention(q.double(), keys, values)
             close(attend(q, cached, v), expected, dtype)
     finally:
         torch.set_num_threads(before)
