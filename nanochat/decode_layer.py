@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from nanochat.bov import decode, kernels
 from nanochat.bov.compiled import Fused
-from nanochat.bov.one_query import scores, weigh
+from nanochat.bov.one_query import scores, weigh_values
 from nanochat.bov.placement import OnDevice
 from nanochat.common import COMPUTE_DTYPE
 from nanochat.decode_bench import clocked, fill_positions, unit, upstream_attend
@@ -166,22 +166,18 @@ class Layer:
 
         def bookkeeping():
             history.append(self.ids[:, at : at + 1])
-            return history.write(self.k, self.new_k[i]), *history.distinct_rows(self.table)
-
-        def scatter():
-            slots = history.slots[:, None, None, : history.length].expand(B, H, G, -1)
-            return p.new_zeros(B, H, G, index.size(1)).scatter_add_(3, slots, p)
+            return history.write(self.k, self.new_k[i]), history.pool(self.table, H)
 
         def product():
-            y = weigh(w.transpose(0, 1).reshape(1, H, B * G, -1), weight, index).view(H, B, G, D)
-            return y.transpose(0, 1).reshape(B, 1, N, D) * self.coeff.to(COMPUTE_DTYPE)
+            y = weigh_values(w.transpose(0, 1).reshape(1, H, B * G, -1), pool.transpose(0, 1)[None])
+            return y.view(H, B, G, D).transpose(0, 1).reshape(B, 1, N, D) * self.coeff.to(COMPUTE_DTYPE)
 
         self.flush.sum()
         spent = {}
-        spent["bookkeeping"], (keys, weight, index) = clocked(self.device, bookkeeping)
+        spent["bookkeeping"], (keys, pool) = clocked(self.device, bookkeeping)
         spent["scores"], s = clocked(self.device, lambda: scores(self.q[i].view(B, H, G, D), keys.transpose(1, 2)))
         spent["softmax"], p = clocked(self.device, lambda: s.softmax(-1))
-        spent["scatter"], w = clocked(self.device, scatter)
+        spent["scatter"], w = clocked(self.device, lambda: decode._by_slot(p, history))
         spent["product"], y = clocked(self.device, product)
         return y, spent
 

@@ -15,7 +15,7 @@ from nanochat import gpt
 from nanochat.bov import decode, placement
 from nanochat.bov.compiled import Fused, compile_fused, cpp_compiler
 from nanochat.bov.decode import History
-from nanochat.bov.one_query import attend, scores, weigh, weigh_values
+from nanochat.bov.one_query import attend, scores, take, weigh, weigh_values
 from nanochat.bov.presets import preset
 from nanochat.engine import KVCache
 from nanochat.flash_attention import flash_attn_func
@@ -257,7 +257,9 @@ def test_weighted_sums_of_rows(B, heads, T, shared, dtype, threads):
     (H, G), D, R = heads, 8, 50
     generator = torch.Generator().manual_seed(T)
     w = torch.rand(B, H, G, T, generator=generator)
-    weight = torch.randn(R, H * D, generator=generator).to(dtype)
+    table = torch.randn(R, H, D, generator=generator).to(dtype)
+    pool = torch.randn(H, R + 4, D, generator=generator).to(dtype)[:, :R].transpose(0, 1)
+    wide = torch.randn(R, H, D + 1, generator=generator).to(dtype)[..., :D]
     index = torch.randint(0, R, (1 if shared else B, T), generator=generator)
     cached = torch.randn(B, H, T + 3, D, generator=generator).to(dtype)[:, :, :T]
     strided = torch.randn(B, T, H, D, generator=generator).to(dtype).transpose(1, 2)
@@ -265,8 +267,10 @@ def test_weighted_sums_of_rows(B, heads, T, shared, dtype, threads):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        rows = weight[index].view(-1, T, H, D).transpose(1, 2)
-        close(weigh(w, weight, index), w.double() @ rows.double(), dtype)
+        for rows in (table, pool, wide):
+            values = rows[index].transpose(1, 2)
+            assert torch.equal(take(rows, index.int()), rows[index])
+            close(weigh(w, rows, index), w.double() @ values.double(), dtype)
         for v in (cached, strided, odd):
             close(weigh_values(w, v), w.double() @ v.double(), dtype)
             q = torch.randn(B, H * G, 1, D, generator=generator).to(dtype)
@@ -307,17 +311,18 @@ class Here(placement.OnDevice):
 def check_bookkeeping(history, table, rows):
     """`rows`: the tokens of every row. Slots, map and pool say the same about them."""
     distinct = set(itertools.chain(*rows))
-    weight, index = history.distinct_rows(table)
+    pool = history.pool(table, 2)
     for b, tokens in enumerate(rows):
         slots = history.slots[b, : len(tokens)]
-        assert torch.equal(weight[index[0, slots]], table.embedding.weight[torch.tensor(tokens)])
+        expected = table.embedding.weight[torch.tensor(tokens)].view(len(tokens), 2, -1)
+        assert torch.equal(pool[slots], expected)
         assert history.ids[b, : len(tokens)].tolist() == list(tokens)
-        source, at = history.rows(table)
-        assert torch.equal(source[at[b, : len(tokens)].long()], table.embedding.weight[torch.tensor(tokens)])
-    assert history.distinct == len(distinct) == index.size(1)
+        source, at = history.rows(table, 2)
+        assert torch.equal(source[at[b, : len(tokens)].long()], expected)
+    assert history.distinct == len(distinct) == len(pool)
     assert set(history.pool_ids[: len(distinct)].tolist()) == distinct
     assert (history.token_slot >= 0).sum() == len(distinct)
-    assert sorted(table.fetched) == ([] if table.weight is not None else sorted(distinct)), "each row is fetched once"
+    assert sorted(table.fetched) == sorted(distinct), "each row is fetched once"
 
 
 @settings(deadline=None, max_examples=60)
@@ -380,7 +385,7 @@ def test_pools_grow_in_few_steps():
     sizes = set()
     for token in range(1000):
         history.append(torch.tensor([[token]]))
-        sizes.add(history.distinct_rows(table)[0].untyped_storage().nbytes())
+        sizes.add(history.pool(table, 2).untyped_storage().nbytes())
     assert len(sizes) <= 12 and table.fetched == list(range(1000))
     assert max(sizes) <= 1.6 * 1000 * table.width * 4
 

@@ -62,11 +62,13 @@ def make(p, dtype=torch.float32):
         k = k.contiguous()
     elif p["layout"] == "strided":
         k, q, table, ids = every_other(k), every_other(q), every_other(table), every_other(ids)
-    weight = torch.nn.Parameter(table)[1:-1]
+    rows = torch.nn.Parameter(table)[1:-1].unflatten(1, (H, D))
+    if p["layout"] == "cache":  # a pool: head by head
+        rows = rows.detach().transpose(0, 1).contiguous().transpose(0, 1)
     lengths = torch.tensor(p["lengths"], dtype=torch.int32, device=DEVICE)
     coeff = None if coeff is None else coeff.to(DEVICE)
     k = k[:, : max(1, max(p["lengths"]))]
-    return (q, k, weight, ids.to(DEVICE), lengths), {"coeff": coeff, "window": p["window"]}
+    return (q, k, rows, ids.to(DEVICE), lengths), {"coeff": coeff, "window": p["window"]}
 
 
 def every_other(x):
@@ -76,9 +78,9 @@ def every_other(x):
     return wide[..., 0]
 
 
-def reference(q, k, weight, ids, lengths, coeff, window):
+def reference(q, k, rows, ids, lengths, coeff, window):
     """Softmax attention in float64, one key at a time -> (B, 1, N, D)."""
-    q, k, weight = (x.detach().cpu().double().numpy() for x in (q, k, weight))
+    q, k, rows = (x.detach().cpu().double().numpy() for x in (q, k, rows))
     (B, _, N, D), H = q.shape, k.shape[2]
     y = np.zeros((B, 1, N, D))
     for b in range(B):
@@ -89,7 +91,7 @@ def reference(q, k, weight, ids, lengths, coeff, window):
             scores = np.array([q[b, 0, n] @ k[b, t, h] / D**0.5 for t in seen])
             weights = np.exp(scores - scores.max(initial=0))
             for t, p in zip(seen, weights / weights.sum(), strict=True):
-                y[b, 0, n] += p * weight[int(ids[b, t]), h * D : (h + 1) * D]
+                y[b, 0, n] += p * rows[int(ids[b, t]), h]
             y[b, 0, n] *= 1 if coeff is None else float(coeff.expand(H)[h])
     return torch.from_numpy(y)
 
@@ -246,7 +248,7 @@ def test_fused_refuses_where_it_cannot_run():
     q = torch.zeros(1, 1, 2, 4)
     with pytest.raises(ValueError, match="decode strategy fused: .*; use auto, gather or pooled"):
         kernels.fused(
-            q, q, torch.zeros(3, 8), torch.zeros(1, 1, dtype=torch.int32), torch.ones(1), coeff=None, window=-1
+            q, q, torch.zeros(3, 2, 4), torch.zeros(1, 1, dtype=torch.int32), torch.ones(1), coeff=None, window=-1
         )
 
 

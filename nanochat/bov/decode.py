@@ -4,7 +4,7 @@ With p = softmax(q K^T / sqrt(D)) and ids i_t, the output of a head is
     gamma sum_t p_t E[i_t]  =  gamma sum_u w_u E[u],   w_u = sum over t with i_t = u of p_t.
 gather  V = E[ids] of the attended positions, then ordinary attention (the paper, section 4)
 fused   rows are read by id while they are added up; V is never collected (CPU: one_query.py, CUDA: kernels.py)
-pooled  p is added up by token into w, then the rows of the U distinct tokens are: its cost does not depend on T
+pooled  p is added up by token into w, then the U distinct rows are, from a pool: its cost does not depend on T
 auto    see `rule`
 Shapes: B batch, T positions cached so far, Tq new ones, S positions allocated, H kv heads, N query heads, D head dim,
 V padded vocab, U distinct tokens.
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from nanochat.bov import kernels
-from nanochat.bov.one_query import scores, weigh
+from nanochat.bov.one_query import scores, take, weigh, weigh_values
 
 STRATEGIES = ("auto", "gather", "fused", "pooled")
 
@@ -24,8 +24,8 @@ class History:
 
     ids (B, S) int32; lengths (B,) int32, filled positions of each row; length and shortest, their extremes, as ints.
     Derived when pooled attention or a placed table first asks: slots (B, S) int64 position -> slot; token_slot (V,)
-    int32 token -> slot, -1 unseen; pool_ids (V,) int64 slot -> token; distinct = U; and for each table that is not on
-    the device a pool, the rows of the distinct tokens. Each appended token costs O(1), and one `.item()` per step.
+    int32 token -> slot, -1 unseen; pool_ids (V,) int64 slot -> token; distinct = U; and a pool for each table, the rows
+    of the distinct tokens head by head. Each appended token costs O(1), and one `.item()` per step.
     """
 
     def __init__(self, batch_size, seq_len, device, strategy="auto"):
@@ -125,45 +125,41 @@ class History:
         tokens = self.ids[rows, positions].T  # by position, then by row
         flat = tokens.flatten().long()
         known = self.token_slot[flat]
-        order = torch.arange(len(flat), device=flat.device)
-        first = torch.empty(len(self.token_slot), dtype=torch.int64, device=flat.device)
-        first.scatter_reduce_(0, flat, order, "amin", include_self=False)
-        first = first[flat]
+        first = order = torch.arange(len(flat), device=flat.device)
+        if len(flat) > 1:
+            first = torch.empty(len(self.token_slot), dtype=torch.int64, device=flat.device)
+            first = first.scatter_reduce_(0, flat, order, "amin", include_self=False)[flat]
         fresh = (first == order) & (known < 0)
-        rank = torch.cumsum(fresh, 0, dtype=torch.int32) - 1
-        slot = torch.where(known < 0, self.distinct + rank[first], known)
-        self.token_slot[flat] = slot
-        self.pool_ids[slot.long()] = flat
-        self.slots[rows, positions] = slot.long().view(tokens.shape).T
-        self.distinct += int(fresh.sum().item())
+        new = int(fresh.sum().item())
+        if new:
+            rank = torch.cumsum(fresh, 0, dtype=torch.int32) - 1
+            known = torch.where(known < 0, self.distinct + rank[first], known)
+            self.token_slot[flat] = known
+            self.pool_ids[known.long()] = flat
+            self.distinct += new
+        self.slots[rows, positions] = known.long().view(tokens.shape).T
 
-    def pool(self, table):
-        """Rows of the distinct tokens of a placed table in the order of their slots, (U, H * D), each fetched once."""
+    def pool(self, table, heads):
+        """Rows of the distinct tokens in the order of slots, (U, H, D), each fetched once; in memory (H, cap, D)."""
+        self.assign_slots(table.vocab)
         filled, rows = self._pools.get(table, (0, None))
         if filled < self.distinct:
-            if rows is None or len(rows) < self.distinct:
+            if rows is None or rows.size(1) < self.distinct:
                 grown = min(table.vocab, self.distinct + self.distinct // 4 + 64)
-                larger = torch.empty(grown, table.width, dtype=table.dtype, device=table.device)
+                larger = torch.empty(heads, grown, table.width // heads, dtype=table.dtype, device=table.device)
                 if filled:
-                    larger[:filled] = rows[:filled]
+                    larger[:, :filled] = rows[:, :filled]
                 rows = larger
-            rows[filled : self.distinct] = table.fetch(self.pool_ids[filled : self.distinct])
+            fresh = table.fetch(self.pool_ids[filled : self.distinct])
+            rows[:, filled : self.distinct] = fresh.unflatten(1, (heads, -1)).transpose(0, 1)
             self._pools[table] = self.distinct, rows
-        return rows[: self.distinct]
+        return rows[:, : self.distinct].transpose(0, 1)
 
-    def rows(self, table):
-        """(weight (R, H * D), index (B, S)): the row of a position is weight[index]."""
+    def rows(self, table, heads):
+        """(rows (R, H, D), index (B, S)): a position's row is rows[index], of the table or, when placed, its pool."""
         if table.weight is not None:
-            return table.weight, self.ids
-        self.assign_slots(table.vocab)
-        return self.pool(table), self.slots
-
-    def distinct_rows(self, table):
-        """(weight (R, H * D), index (1, U)): the row of a slot is weight[index]."""
-        self.assign_slots(table.vocab)
-        if table.weight is not None:
-            return table.weight, self.pool_ids[None, : self.distinct]
-        return self.pool(table), torch.arange(self.distinct, device=self.ids.device)[None]
+            return table.weight.unflatten(1, (heads, -1)), self.ids
+        return self.pool(table, heads), self.slots
 
 
 # ---------------------------------------------------------------------------- attention
@@ -209,8 +205,7 @@ def attend(q, k, table, history, *, coeff, window, strategy, dense):
     """
     chosen = choose(strategy, q, history, window, table)
     if chosen == "fused" and q.is_cuda:
-        weight, index = history.rows(table)
-        return kernels.fused(q, k, weight, index, history.lengths, coeff=coeff, window=window)
+        return kernels.fused(q, k, *history.rows(table, k.size(2)), history.lengths, coeff=coeff, window=window)
     if chosen == "gather":
         y = _gather(q, k, table, history, window, dense)
     else:
@@ -224,9 +219,8 @@ def attend(q, k, table, history, *, coeff, window, strategy, dense):
 
 def _gather(q, k, table, history, window, dense):
     first = history.first_seen(q.size(1), window)
-    weight, index = history.rows(table)
-    k = k[:, first:]
-    v = F.embedding(index[:, first : history.length], weight).view(k.shape).to(q.dtype)
+    rows, index = history.rows(table, k.size(2))
+    k, v = k[:, first:], take(rows, index[:, first : history.length]).to(q.dtype)
     if not history.ragged:
         return dense(q, k, v, causal=True, window_size=(window, 0))
     mask = _visible(history, q.size(1), first, window)[:, None]
@@ -237,20 +231,24 @@ def _gather(q, k, table, history, window, dense):
 
 def _fused(q, k, table, history, window):
     first = history.first_seen(1, window)
-    weight, index = history.rows(table)
+    rows, index = history.rows(table, k.size(2))
     p = _probabilities(q, k, history, first, window)
-    return weigh(p, weight, index[:, first : history.length]).view(q.shape).to(q.dtype)
+    return weigh(p, rows, index[:, first : history.length]).view(q.shape).to(q.dtype)
 
 
 def _pooled(q, k, table, history, window):
     """One sum of rows for the whole batch: its queries of one kv head side by side."""
-    p = _probabilities(q, k, history, 0, window)
-    weight, index = history.distinct_rows(table)
-    B, H, G, T = p.shape
-    slots = history.slots[:, None, None, :T].expand(B, H, G, T)
-    w = p.new_zeros(B, H, G, index.size(1)).scatter_add_(3, slots, p)
-    y = weigh(w.transpose(0, 1).reshape(1, H, B * G, -1), weight, index)
+    pool = history.pool(table, k.size(2))
+    w = _by_slot(_probabilities(q, k, history, 0, window), history)
+    B, H, G, U = w.shape
+    y = weigh_values(w.transpose(0, 1).reshape(1, H, B * G, U), pool.transpose(0, 1)[None])
     return y.view(H, B, G, -1).transpose(0, 1).reshape(q.shape).to(q.dtype)
+
+
+def _by_slot(p, history):
+    """Sums of p (B, H, G, T) over the positions of each slot -> (B, H, G, U)."""
+    slots = history.slots[:, None, None, : p.size(3)].expand_as(p)
+    return p.new_zeros(*p.shape[:3], history.distinct).scatter_add_(3, slots, p)
 
 
 def _probabilities(q, k, history, first, window):

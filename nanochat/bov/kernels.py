@@ -33,12 +33,12 @@ if triton is not None:
     def _attend_split(
         Q,  # (B, N, D)
         K,  # (B, T, H, D)
-        W,  # (V, H * D)
+        W,  # (R, H, D)
         Ids,  # (B, S)
         Lengths,  # (B,)
         Out,  # (B, N, splits, D) fp32
         Lse,  # (B, N, splits) fp32
-        q_row, q_head, q_dim, k_row, k_key, k_head, k_dim, w_token, w_dim, ids_row, ids_key,
+        q_row, q_head, q_dim, k_row, k_key, k_head, k_dim, w_token, w_head, w_dim, ids_row, ids_key,
         window, scale,
         G: tl.constexpr, D: tl.constexpr,
         HEADS: tl.constexpr, KEYS: tl.constexpr, DIMS: tl.constexpr, DOT: tl.constexpr,
@@ -66,7 +66,7 @@ if triton is not None:
             at = K + row * k_row + head * k_head + t.to(tl.int64)[:, None] * k_key + d[None, :] * k_dim
             k = tl.load(at, mask=cells, other=0.0).to(DOT)
             token = tl.load(Ids + row * ids_row + t * ids_key, mask=live, other=0).to(tl.int64)
-            at = W + token[:, None] * w_token + (head * D + d)[None, :] * w_dim
+            at = W + token[:, None] * w_token + head * w_head + d[None, :] * w_dim
             v = tl.load(at, mask=cells, other=0.0).to(DOT)
 
             s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
@@ -158,11 +158,11 @@ def _tiles(dtype, G, D) -> dict:
     return {"HEADS": max(16, triton.next_power_of_2(G)), "KEYS": keys, "DIMS": dims, "DOT": dot}
 
 
-def fused(q, k, weight, ids, lengths, *, coeff, window):
+def fused(q, k, rows, ids, lengths, *, coeff, window):
     """Attention of the newest token of every row over its cached keys, values read from a table: (B, 1, N, D).
 
-    q (B, 1, N, D); k (B, T, H, D), the cache's view with the new keys written; weight (V, H * D); ids (B, S >= T), rows
-    of `weight`: tokens of a table or slots of a pool; lengths (B,), filled positions, at most T; coeff (1,) or (H,),
+    q (B, 1, N, D); k (B, T, H, D), the cache's view with the new keys written; rows (R, H, D); ids (B, S >= T) into
+    them: tokens of a table or slots of a pool; lengths (B,), filled positions, at most T; coeff (1,) or (H,),
     None for 1; window: a query sees itself and `window` keys before it, < 0 all. Any strides; q in bf16, fp16 or fp32.
     Scores, softmax and sums in fp32, p in q's dtype for the product. A row of length 0 gives 0. No gradient.
     Raises ValueError where `available` gives a reason.
@@ -171,17 +171,17 @@ def fused(q, k, weight, ids, lengths, *, coeff, window):
         raise ValueError(f"decode strategy fused: {reason}; use auto, gather or pooled")
     B, Tq, N, D = q.shape
     T, H = k.shape[1:3]
-    assert Tq == 1 and N % H == 0 and weight.size(1) == H * D and ids.size(1) >= T
+    assert Tq == 1 and N % H == 0 and rows.shape[1:] == (H, D) and ids.size(1) >= T
     G = N // H
     splits = split_count(B, H, T if window < 0 else min(T, window + 1), _processors(q.device))
     out = torch.empty(B, N, splits, D, dtype=torch.float32, device=q.device)
     lse = torch.empty(B, N, splits, dtype=torch.float32, device=q.device)
     y = torch.empty(B, 1, N, D, dtype=q.dtype, device=q.device)
-    strides = q.stride(0), *q.stride()[2:], *k.stride(), *weight.stride(), *ids.stride()
+    strides = q.stride(0), *q.stride()[2:], *k.stride(), *rows.stride(), *ids.stride()
     coeff_head = 0 if coeff is None or coeff.numel() == 1 else coeff.stride(0)
     with torch.cuda.device_of(q):  # Triton launches on the current device
         _attend_split[B, H, splits](
-            q, k, weight, ids, lengths, out, lse, *strides, window, D**-0.5, G, D, **_tiles(q.dtype, G, D)
+            q, k, rows, ids, lengths, out, lse, *strides, window, D**-0.5, G, D, **_tiles(q.dtype, G, D)
         )
         _combine_splits[B, N, triton.cdiv(D, COLUMNS)](
             out, lse, coeff, y, coeff_head, splits, G, D, SPLITS=MAX_SPLITS, COLS=COLUMNS

@@ -46,30 +46,46 @@ def scores(q, k):
     return products
 
 
-def weigh(w, weight, index):
-    """Sum of table rows by weights: w (B, H, G, T) in fp32, weight (R, H * D), index (B, T) or (1, T) -> (B, H, G, D).
+def weigh(w, rows, index):
+    """Sum of rows by weights: w (B, H, G, T) fp32, rows (R, H, D), index (B, T) or (1, T) -> (B, H, G, D).
 
-    The result has the dtype of `weight`, sums are in fp32.
+    The result has the dtype of `rows`, sums are in fp32. Rows of a head are read in any layout.
     """
-    H, D = w.size(1), weight.size(1) // w.size(1)
-    if weight.is_cuda or w.size(2) > SUMMED_ALONE:
-        return _weigh_pieces(w, weight, index)
-    heads = torch.arange(H, dtype=torch.int32)[:, None]
-    return _bags(w, weight.view(-1, D), torch.add(heads, index.int()[:, None], alpha=H))
+    H, D = rows.shape[1:]
+    if rows.is_cuda or w.size(2) > SUMMED_ALONE or not _whole_rows(rows):
+        return _weigh_pieces(w, rows, index)
+    row, head = (stride // D for stride in rows.stride()[:2])
+    places = torch.add(torch.arange(H, dtype=torch.int32)[:, None] * head, index.int()[:, None], alpha=row)
+    return _bags(w, _in_rows(rows), places)
 
 
 def weigh_values(w, v):
-    """The same for cached values v (B, H, T, D), each row of which lies in one piece: -> (B, H, G, D)."""
+    """The same for values in their order, v (B, H, T, D): -> (B, H, G, D)."""
     B, H, T, D = v.shape
-    if w.size(2) > SUMMED_ALONE or v.stride(3) != 1 or any(stride % D for stride in v.stride()[:3]):
+    if v.is_cuda or w.size(2) > SUMMED_ALONE or not _whole_rows(v):
         return (w.to(v.dtype) @ v).to(v.dtype)
-    strides = [stride // D for stride in v.stride()[:3]]
-    places = sum(
-        stride * torch.arange(size, dtype=torch.int32).view([-1 if i == dim else 1 for i in range(3)])
-        for dim, (size, stride) in enumerate(zip((B, H, T), strides, strict=True))
-    )
-    rows = 1 + sum((size - 1) * stride for size, stride in zip((B, H, T), strides, strict=True))
-    return _bags(w, v.as_strided((rows, D), (D, 1)), places)
+    batch, head, row = (stride // D for stride in v.stride()[:3])
+    start = torch.arange(B, dtype=torch.int32)[:, None] * batch + torch.arange(H, dtype=torch.int32) * head
+    return _bags(w, _in_rows(v), start[..., None] + torch.arange(0, T * row, row, dtype=torch.int32))
+
+
+def _whole_rows(rows) -> bool:
+    """Whether all strides are multiples of D, so that the memory is a matrix of rows (R', D)."""
+    return rows.stride(-1) == 1 and not any(stride % rows.size(-1) for stride in rows.stride()[:-1])
+
+
+def _in_rows(rows):
+    """The memory of rows (..., D) as a matrix (R', D) that begins at its first element."""
+    D = rows.size(-1)
+    last = sum((size - 1) * stride for size, stride in zip(rows.shape[:-1], rows.stride()[:-1], strict=True)) // D
+    return rows.as_strided((last + 1, D), (D, 1))
+
+
+def take(rows, index):
+    """rows (R, H, D), index (...) -> (..., H, D)."""
+    if rows.stride(0) == rows.size(1) * rows.size(2) and rows.is_contiguous():
+        return F.embedding(index, rows.flatten(1)).unflatten(-1, rows.shape[1:])
+    return rows[index.long()]
 
 
 def _bags(w, rows, places):
@@ -88,16 +104,15 @@ def _bags(w, rows, places):
     return y.view(B, H, G, -1)
 
 
-def _weigh_pieces(w, weight, index):
+def _weigh_pieces(w, rows, index):
     """Matmuls over rows that are collected PIECE elements at a time."""
-    B, H, G, T = w.shape
-    length = max(16, PIECE // (len(index) * weight.size(1)))
-    y = 0
+    T, y = w.size(3), 0
+    length = max(16, PIECE // (len(index) * rows[0].numel()))
     for start in range(0, T, length):
-        piece = F.embedding(index[:, start : start + length], weight).unflatten(2, (H, -1)).transpose(1, 2)
+        piece = take(rows, index[:, start : start + length]).transpose(1, 2)
         part = w[..., start : start + length]
-        y = y + (part.to(piece.dtype) @ piece).float() if weight.is_cuda else y + part @ piece.float()
-    return y.to(weight.dtype)
+        y = y + (part.to(piece.dtype) @ piece).float() if rows.is_cuda else y + part @ piece.float()
+    return y.to(rows.dtype)
 
 
 def attend(q, k, v):
