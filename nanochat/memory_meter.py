@@ -13,11 +13,11 @@ from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from nanochat.bench.sides import cache_bytes
 from nanochat.bov import decode as bov_decode
 from nanochat.bov import kernels, memory, placement
 from nanochat.bov.memory import Decode, storage_bytes
 from nanochat.common import COMPUTE_DTYPE
-from nanochat.decode_bench import cache_bytes
 from nanochat.engine import KVCache
 from nanochat.flash_attention import flash_attn
 from nanochat.gpt import GPT, GPTConfig

@@ -21,6 +21,9 @@ from types import SimpleNamespace
 import torch
 
 from nanochat import metrics
+from nanochat.bench.sides import IdSource, bank_layers, clocked, random_model, spare_positions
+from nanochat.bench.suite import FLUSH_BYTES, SECTIONS, Setting, aims, run_suite
+from nanochat.bench.sweep import Sweep
 from nanochat.bov import host
 from nanochat.bov.compiled import compile_fused
 from nanochat.bov.decode import STRATEGIES
@@ -37,9 +40,6 @@ from nanochat.common import (
     jsonable,
     write_json,
 )
-from nanochat.decode_bench import IdSource, bank_layers, clocked, random_model, spare_positions
-from nanochat.decode_suite import FLUSH_BYTES, SECTIONS, Setting, aims, run_suite
-from nanochat.decode_sweep import Sweep
 from nanochat.engine import Engine
 from nanochat.export import load_exported
 from nanochat.gpt import config_to_dict
@@ -377,7 +377,7 @@ def suite(args, device, problem) -> dict:
         if args.out:
             write_json(args.out, done)
         if args.out and "growth" in results:
-            from nanochat.decode_plots import draw_growth
+            from nanochat.bench.plots import draw_growth
 
             draw_growth(results["growth"], args.out.removesuffix(".json") + ".png")
         return done

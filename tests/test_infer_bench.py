@@ -11,10 +11,14 @@ import pytest
 import torch
 
 from models import build
-from nanochat import checkpoint_manager, decode_bench, decode_layer, decode_mmap, decode_suite
+from nanochat import checkpoint_manager
+from nanochat.bench import layer as decode_layer
+from nanochat.bench import resident as decode_mmap
+from nanochat.bench import sides as decode_bench
+from nanochat.bench import suite as decode_suite
+from nanochat.bench.layer import Layer, Shape, largest_allocation, largest_result
+from nanochat.bench.sides import IdSource, Side, bank_attention, interleave, ratio, spare_positions
 from nanochat.bov import decode
-from nanochat.decode_bench import IdSource, Side, bank_attention, interleave, ratio, spare_positions
-from nanochat.decode_layer import Layer, Shape, largest_allocation, largest_result
 from nanochat.engine import KVCache
 from nanochat.export import export_model
 from nanochat.flash_attention import flash_attn_with_kvcache

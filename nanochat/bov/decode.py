@@ -125,11 +125,12 @@ class History:
         tokens = self.ids[rows, positions].T  # by position, then by row
         flat = tokens.flatten().long()
         known = self.token_slot[flat]
-        first = order = torch.arange(len(flat), device=flat.device)
-        if len(flat) > 1:
+        fresh, first = known < 0, slice(None)
+        if len(flat) > 1:  # a token that occurs several times in here is fresh once
+            order = torch.arange(len(flat), device=flat.device)
             first = torch.empty(len(self.token_slot), dtype=torch.int64, device=flat.device)
             first = first.scatter_reduce_(0, flat, order, "amin", include_self=False)[flat]
-        fresh = (first == order) & (known < 0)
+            fresh &= first == order
         new = int(fresh.sum().item())
         if new:
             rank = torch.cumsum(fresh, 0, dtype=torch.int32) - 1

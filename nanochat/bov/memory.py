@@ -215,8 +215,8 @@ def decode_bytes(sizes: Sizes, decode: Decode) -> dict[str, int]:
     layer's attention (temporaries) and in all (step_temporaries).
 
     v: only layers with spec.caches_value. ids: int32 (B, S). slots: int64 (B, S), and slot_map: int32 and int64 (V,),
-    where a layer is pooled or considers it, or tables are placed. pool: rows of the distinct tokens of every placed
-    table and room for a quarter more, as after one prompt. state: row lengths, and the last embedding for the smear.
+    where a layer is pooled or considers it, or tables are placed. pool: rows of the distinct tokens of every table that
+    is placed or pooled, and room for a quarter more, as after one prompt. state: row lengths, the smear's embedding.
     """
     B, S, dtype = decode.batch, decode.context, decode.dtype
     kept = [sizes.rows(i, S, decode.policy) for i in range(sizes.n_layer)]
@@ -226,6 +226,7 @@ def decode_bytes(sizes: Sizes, decode: Decode) -> dict[str, int]:
     placed = len(sizes.bank_tables) if decode.placement != "device" else 0
     buffered = max(1, BUFFER_BYTES // table_row) if decode.placement == "mmap" else sizes.vocab
     slots = placed or any(chosen(sizes, replace(decode, distinct=1), i) == "pooled" for i in banks)
+    pools = {sizes.specs[i].table for i in banks if placed or chosen(sizes, decode, i) == "pooled"}
     return {
         "weights": weight_bytes(sizes, dtype),
         "tables": table_bytes(sizes, dtype) - placed * sizes.vocab * table_row,
@@ -236,7 +237,7 @@ def decode_bytes(sizes: Sizes, decode: Decode) -> dict[str, int]:
         "ids": 4 * B * S if banks else 0,
         "slots": 8 * B * S if slots else 0,
         "slot_map": (4 + 8) * sizes.vocab if slots else 0,
-        "pool": placed * min(sizes.vocab, decode.distinct + decode.distinct // 4 + 64) * table_row,
+        "pool": len(pools) * min(sizes.vocab, decode.distinct + decode.distinct // 4 + 64) * table_row,
         "state": 4 * B * (2 if banks else 1) + (B * sizes.n_embd * dtype.itemsize if sizes.smear else 0),
         "temporaries": max(attention_temporaries(sizes, decode, i) for i in range(sizes.n_layer)),
         "step_temporaries": step_temporaries(sizes, decode),

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from nanochat import decode_layer
-from nanochat.bov import host, kernels
-from nanochat.bov.spec import layer_specs
-from nanochat.common import get_peak_bandwidth
-from nanochat.decode_bench import (
+from nanochat.bench import layer as decode_layer
+from nanochat.bench.layer import PARTS, WITH_V, Layer, Shape, bytes_needed, ways_on
+from nanochat.bench.resident import mmap
+from nanochat.bench.sides import (
     WARMUP,
     IdSource,
     Side,
@@ -31,8 +30,9 @@ from nanochat.decode_bench import (
     set_context,
     spare_positions,
 )
-from nanochat.decode_layer import PARTS, WITH_V, Layer, Shape, bytes_needed, ways_on
-from nanochat.decode_mmap import mmap
+from nanochat.bov import host, kernels
+from nanochat.bov.spec import layer_specs
+from nanochat.common import get_peak_bandwidth
 from nanochat.gpt import GPTConfig
 from nanochat.metrics import device_name
 

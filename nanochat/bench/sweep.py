@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nanochat.decode_bench import (
+from nanochat.bench.sides import (
     IdSource,
     Side,
     available_bytes,

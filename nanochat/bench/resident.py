@@ -1,6 +1,6 @@
 """Memory and speed of a model whose tables stay in a file, in fresh processes: one per placement.
 
-python -m nanochat.decode_mmap is such a process: it reads JSON lines from stdin and answers each with one.
+python -m nanochat.bench.resident is such a process: it reads JSON lines from stdin and answers each with one.
 """
 
 import json
@@ -14,10 +14,10 @@ from pathlib import Path
 import tiktoken
 import torch
 
+from nanochat.bench.sides import clocked, milliseconds, random_model, ratio
 from nanochat.bov.compiled import compile_fused
 from nanochat.bov.placement import placed_tables
 from nanochat.common import COMPUTE_DTYPE, compute_init
-from nanochat.decode_bench import clocked, milliseconds, random_model, ratio
 from nanochat.engine import KVCache
 from nanochat.export import export_model, load_exported
 from nanochat.tokenizer import BOS, SPECIAL_TOKENS, SPLIT_PATTERN, RustBPETokenizer
@@ -96,7 +96,7 @@ class Process:
 
     def __init__(self, **start):
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "nanochat.decode_mmap"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            [sys.executable, "-m", "nanochat.bench.resident"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             cwd=ROOT,
         )  # fmt: skip
         self.say(start)

@@ -17,12 +17,12 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from nanochat.bench.sides import clocked, fill_positions, unit, upstream_attend
 from nanochat.bov import decode, kernels
 from nanochat.bov.compiled import Fused
 from nanochat.bov.one_query import scores, weigh_values
 from nanochat.bov.placement import OnDevice
 from nanochat.common import COMPUTE_DTYPE
-from nanochat.decode_bench import clocked, fill_positions, unit, upstream_attend
 from nanochat.flash_attention import flash_attn
 
 WITH_V = {
