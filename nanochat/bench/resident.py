@@ -22,7 +22,7 @@ from nanochat.engine import KVCache
 from nanochat.export import export_model, load_exported
 from nanochat.tokenizer import BOS, SPECIAL_TOKENS, SPLIT_PATTERN, RustBPETokenizer
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PLACEMENTS = ("device", "mmap")
 PROMPT, TOKENS, BLOCK = 64, 256, 16  # tokens read, then decoded, and decoded by one process before it is another's turn
 
