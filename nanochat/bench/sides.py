@@ -335,19 +335,23 @@ def cache_bytes(cache) -> dict[str, int]:
 
 
 def formula_bytes(side, distinct, placement="device") -> dict[str, int]:
-    """The same by formula (nanochat/bov/memory.py), for the tokens `distinct` when the pool was made."""
+    """The same by formula (nanochat/bov/memory.py), for the tokens `distinct` of the first step, which makes the pools.
+
+    How layers decode then follows from the positions filled; what the cache allocates, from all it has room for.
+    """
     model, cache = side.model, side.cache
     sizes = Sizes.of(model.config, [left for left, _ in model.window_sizes], padding=64)
     if cache.history is None:
         sizes = sizes.standard
-    pooled = cache.history is not None and cache.history.slots is not None
-    strategy = "pooled" if pooled else "gather"
+    filled = side.context + 1
     use = Decode(
-        cache.batch_size, cache.max_seq_len, COMPUTE_DTYPE, distinct, placement=placement, strategy=strategy
+        cache.batch_size, filled, COMPUTE_DTYPE, distinct, placement=placement, device=side.ids.device.type,
+        strategy="auto" if cache.history is None else cache.history.strategy,
     )  # fmt: skip
     parts = decode_bytes(sizes, use)
-    parts = {name: parts[name] for name in ("k", "v", "ids", "slots", "slot_map", "pool", "state")}
-    return parts | {"total": sum(parts.values())}
+    found = {name: parts[name] // filled * cache.max_seq_len for name in ("k", "v", "ids", "slots")}
+    found |= {name: parts[name] for name in ("slot_map", "pool", "state")}
+    return found | {"total": sum(found.values())}
 
 
 def available_bytes(device) -> float:
