@@ -37,7 +37,7 @@ LABELS = {
     "ids": "token ids",
     "slots": "slots",
     "slot_map": "slot map",
-    "pool": "pools of placed tables",
+    "pool": "pools of tables",
     "state": "lengths, smear state",
     "host_tables": "tables in host memory",
     "temporaries": "one attention layer, at its peak",
@@ -193,12 +193,16 @@ def description_lines(config: GPTConfig, sizes: Sizes, decode: Decode, origin: s
     for i in sizes.bank_layers:
         ways[memory.chosen(sizes, decode, i)].append(str(i))
     banks = "; ".join(f"{','.join(layers)} by {way}" for way, layers in ways.items())
+    pools = "a pool for each pooled table, none with --strategy fused" if "pooled" in ways else "no pool"
+    if decode.placement != "device":
+        pools = "a pool for each placed table"
     yield (
         f"model   {config.n_layer} layers, width {config.n_embd}, {config.n_head} query and {config.n_kv_head} kv "
         f"heads of {config.n_embd // config.n_head}, vocabulary {config.vocab_size:,}, windows {config.window_pattern} "
         f"of {config.sequence_len:,}"
     )
-    yield f"        layers without a V cache: {banks or 'none'} (--strategy {decode.strategy}, {decode.device})"
+    how = f"--strategy {decode.strategy}, {decode.device}; {pools}"
+    yield f"        layers without a V cache: {banks or 'none'} ({how})"
     dtype = str(decode.dtype).removeprefix("torch.")
     yield (
         f"use     batch {decode.batch:,}, context {decode.context:,}, {dtype}, window policy {decode.policy}, "
@@ -240,7 +244,8 @@ def saving_lines(sizes: Sizes, decode: Decode, distinct):
         even = memory.break_even(sizes, decode)
         tokens = {name: "never" if math.isinf(count) else f"{math.ceil(count):,}" for name, count in even.items()}
         yield f"  tables = V no longer cached, at batch * context of {tokens['tables']:>15} tokens"
-        yield f"  the same with ids, slots, slot map and the dropped W_V {tokens['all']:>10} tokens"
+        kinds = f" of {decode.distinct:,} distinct" if memory.decode_bytes(sizes, decode)["pool"] else ""
+        yield f"  the same with ids, slots, pools, W_V that is gone, at {tokens['all']:>12} tokens{kinds}"
     batch = memory.paying_batch(sizes, decode, distinct)
     start = f"from batch {batch:,} on" if batch else f"at no batch up to {memory.MOST_ROWS:,}"
     yield f"  everything held on the device is less {start} (context {decode.context:,})"

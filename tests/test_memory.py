@@ -169,10 +169,11 @@ def test_orders_that_always_hold(config, options):
         assert parts["host_tables"] == (bank_tables if placed else 0)
     else:
         assert parts["host_tables"] <= len(sizes.bank_tables) * 2**18, "no more than a read buffer per table"
-    assert parts["pool"] <= (bank_tables if placed else 0)
+    assert parts["pool"] <= bank_tables
     assert bool(parts["slots"]) == bool(parts["slot_map"])
     if options["strategy"] in ("gather", "fused") and not placed:
-        assert parts["slots"] == 0
+        assert parts["slots"] == parts["pool"] == 0
+    assert parts["slots"] or not parts["pool"]
     if placed and sizes.bank_layers:
         assert parts["slots"] and parts["pool"]
 
@@ -187,6 +188,20 @@ def test_above_break_even_a_model_saves(config, options):
     saved = memory.shares(sizes, decode)["v"]
     tokens = decode.batch * decode.context
     assert (saved > 0) == (tokens > even)
+
+
+@settings(max_examples=60, deadline=None)
+@given(MODELS, DECODES)
+def test_above_break_even_less_is_held(config, options):
+    """Of as many distinct tokens in any batch: from the batch on that `all` names, and in no smaller one."""
+    sizes = bov_memory.sizes_of(config)
+    options |= {"distinct": min(options["distinct"], options["context"])}
+    even = memory.break_even(sizes, decode_of(options))["all"]
+    batches = range(1, 9) if math.isinf(even) else {1, *(math.ceil(even / options["context"]) + i for i in (-1, 1, 2))}
+    for batch in batches:
+        there = decode_of(options, batch=max(1, batch))
+        own, standard = (memory.held(memory.decode_bytes(s, there)) for s in (sizes, sizes.standard))
+        assert (own < standard) == (there.batch * there.context > even)
 
 
 @settings(max_examples=40, deadline=None)
@@ -304,16 +319,45 @@ def test_ring_report(capsys):
 
 
 def test_break_even_counts_everything_held(capsys):
-    """At the vocabulary's 32,768 tokens d12 saves the W_V that is gone; a pool comes on top of nothing else."""
+    """d12 at 32,768 tokens: V and tables are equal, the W_V that is gone is saved, and a pool outweighs it."""
     flags = "--context 32768 --window-pattern L --dtype bfloat16 --device-type cpu".split()
-    lines, found = run(capsys, *flags)
-    text, parts = "\n".join(lines), found["formula"]
-    assert "32,768 tokens" in text and "31,358 tokens" in text and "is less from batch 1 on" in text
-    assert parts["pool"] == 0 and parts["slots"] == 8 * 32768 and parts["slot_map"] == 12 * 32768
-    lines, found = run(capsys, *flags, "--placement", "mmap")
-    text, U = "\n".join(lines), 8549
-    assert "tables = V no longer cached" not in text and "is less from batch 1 on" in text
-    assert found["formula"]["pool"] == 4 * (U + U // 4 + 64) * 768 * 2
+    U = 8549
+    pool, row, projections, slot_map = 4 * (U + U // 4 + 64) * 768 * 2, 4 * 768 * 2, 4 * 768 * 768 * 4, 12 * 32768
+    for more, pools in (("auto", pool), ("fused", 0), ("auto --placement mmap", pool)):
+        lines, found = run(capsys, *flags, "--strategy", *more.split())
+        text, parts = "\n".join(lines), found["formula"]
+        assert [parts[key] for key in ("pool", "slots", "slot_map")] == [
+            pools, *((8 * 32768, slot_map) if pools else (0, 0)),
+        ]  # fmt: skip
+        assert f"less from batch {2 if more == 'auto' else 1} on" in text
+        if "mmap" in more:
+            assert "tables = V no longer cached" not in text
+            continue
+        tokens = 32768 * row + pools - projections + (slot_map if pools else 0)
+        tokens /= row - (12 if pools else 4) - 4 / 32768  # of each: an id, a slot; of each row, its length
+        assert (
+            "of          32,768 tokens" in text
+            and f"{math.ceil(tokens):,} tokens{' of 8,549 distinct' if pools else ''}\n" in text
+        )
+
+
+POOLED = "a pool for each pooled table, none with --strategy fused"
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    {
+        "auto": f"8,9,10 by fused; 11 by pooled (--strategy auto, cpu; {POOLED})",
+        "pooled": f"8,9,10 by gather; 11 by pooled (--strategy pooled, cpu; {POOLED})",
+        "fused": "8,9,10,11 by fused (--strategy fused, cpu; no pool)",
+        "fused --placement host": "8,9,10,11 by fused (--strategy fused, cpu; a pool for each placed table)",
+        "auto --preset upstream": "none (--strategy auto, cpu; no pool)",
+    }.items(),
+)
+def test_report_says_how_layers_decode_and_who_has_a_pool(flags, said, capsys):
+    found = run(capsys, *"--context 32768 --device-type cpu --strategy".split(), *flags.split())
+    assert found[0][1] == f"        layers without a V cache: {said}"
+    assert bool(found[1]["formula"]["pool"]) == ("a pool" in said)
 
 
 def test_distinct_tokens_say_where_they_come_from(capsys):

@@ -276,17 +276,18 @@ def attention_temporaries(sizes: Sizes, decode: Decode, layer: int) -> int:
         return output + 4 * B * splits * (sizes.n_embd + sizes.n_head)
     scores = p + max(p, _converted(sizes, decode, keys))
     if way == "pooled":
-        w = 4 * B * sizes.n_head * U
-        moved = B > 1 and H > 1 and (groups > 1 or B <= one_query.SUMMED_ALONE)  # the batch comes to lie side by side
-        return max(scores, p + (2 if moved else 1) * w + _sum(sizes, decode, (1, B * groups, U), row))
+        weights, queries, aside = B * sizes.n_head * U, B * groups, 0
+        if B > 1 and H > 1:  # the batch is copied side by side, at the latest in bags
+            aside = 4 * weights if groups > 1 else row * weights * _in_bags(decode, queries)
+        return max(scores, p + 4 * weights, 4 * weights + aside + _sum_of_values(sizes, decode, (1, queries, U), row))
     if way == "fused":
-        return max(scores, p + _sum(sizes, decode, (B, groups, keys), row))
+        return max(scores, p + _sum_by_index(sizes, decode, (B, groups, keys), row))
     values = B * keys * sizes.kv_dim
     read = values * (row + dtype.itemsize) if way == "gather" and row != dtype.itemsize else 0
     if decode.device == "cuda" or dtype == torch.float32:
         dense = output
     else:
-        dense = max(scores, p + _sum(sizes, decode, (B, groups, keys), dtype.itemsize))
+        dense = max(scores, p + _sum_of_values(sizes, decode, (B, groups, keys), dtype.itemsize))
     return max(read, dense + (values * dtype.itemsize if way == "gather" else 0))
 
 
@@ -298,17 +299,29 @@ def _converted(sizes: Sizes, decode: Decode, keys: int) -> int:
     return 4 * decode.batch * piece * (sizes.kv_dim + sizes.n_head)
 
 
-def _sum(sizes: Sizes, decode: Decode, shape: tuple[int, int, int], itemsize: int) -> int:
-    """Bytes for a weighted sum of rows of `itemsize`, its result too: shape = (batch, queries of one kv head, rows)."""
+def _in_bags(decode: Decode, queries: int) -> bool:
+    """Whether rows are added up in place by embedding_bag."""
+    return decode.device == "cpu" and queries <= one_query.SUMMED_ALONE
+
+
+def _sum_of_values(sizes: Sizes, decode: Decode, shape: tuple[int, int, int], itemsize: int) -> int:
+    """Bytes of one_query.weigh_values for rows of `itemsize`, its result too: (batch, queries of one kv head, rows)."""
     B, queries, rows = shape
     weights = B * sizes.n_kv_head * queries * rows
-    output = decode.batch * sizes.n_embd
-    if decode.device == "cpu" and queries <= one_query.SUMMED_ALONE:
-        return weights * (4 + (itemsize if itemsize < 4 else 0)) + output * itemsize  # places and weights
+    places = 4 * weights if _in_bags(decode, queries) else 0
+    return places + (itemsize * weights if itemsize < 4 else 0) + decode.batch * sizes.n_embd * itemsize
+
+
+def _sum_by_index(sizes: Sizes, decode: Decode, shape: tuple[int, int, int], itemsize: int) -> int:
+    """The same of one_query.weigh, which keeps the places of one query while it repeats them for all."""
+    B, queries, rows = shape
+    if _in_bags(decode, queries):
+        once = 4 * B * sizes.n_kv_head * rows if queries > 1 else 0
+        return once + _sum_of_values(sizes, decode, shape, itemsize)
     length = min(rows, max(16, one_query.PIECE // (B * sizes.kv_dim)))
-    converted = 4 * length if decode.device == "cpu" and itemsize < 4 else 0
+    converted = 4 * length if itemsize < 4 else 0
     later = itemsize * min(length, rows - length)  # the next piece, made beside it
-    return B * sizes.kv_dim * (itemsize * length + max(converted, later)) + 8 * output
+    return B * sizes.kv_dim * (itemsize * length + max(converted, later)) + 8 * decode.batch * sizes.n_embd
 
 
 def step_temporaries(sizes: Sizes, decode: Decode) -> int:
@@ -356,18 +369,17 @@ def limits(sizes: Sizes, policy: str = "full") -> dict[str, float]:
 def break_even(sizes: Sizes, decode: Decode) -> dict[str, float]:
     """batch * context at which a model holds as much as its standard form, for `decode`'s context and any batch.
 
-    tables: the tables equal the V no longer cached (V rows per table under `full`). all: ids, slots, slot map and the
-    W_V that is gone count too; pools of placed tables do not. 0 when the banks always save, inf when never or without.
+    tables: the tables equal the V no longer cached (V rows per table under `full`). all: everything held counts, so
+    ids, slots, slot map, pools of `decode`'s distinct tokens, the W_V that is gone. 0 when the banks always save, inf
+    when never or without.
     """
     own, standard = decode_bytes(sizes, decode), decode_bytes(sizes.standard, decode)
     saved = standard["v"] - own["v"]
     tables = own["tables"] - standard["tables"]
-    fixed = tables + own["slot_map"] + own["weights"] - standard["weights"]
+    fixed = tables + own["slot_map"] + own["pool"] + own["weights"] - standard["weights"]
     tokens = decode.batch * decode.context
-    return {
-        "tables": _tokens(tables, saved / tokens),
-        "all": _tokens(fixed, (saved - own["ids"] - own["slots"]) / tokens),
-    }
+    grows = own["ids"] + own["slots"] + own["state"] - standard["state"]
+    return {"tables": _tokens(tables, saved / tokens), "all": _tokens(fixed, (saved - grows) / tokens)}
 
 
 def _tokens(paid: int, saved: float) -> float:
