@@ -18,13 +18,13 @@ LIMIT=480   # seconds for the whole command
 BUDGET=400  # seconds after which no further case begins
 ROUNDS=${ROUNDS:-20}
 SECTIONS=attention,steps,layout,bytes,growth
-flags=(--preset paper/bov --seed "${SEED:-42}" --budget $BUDGET)
+flags=(--preset paper/bov --seed "${SEED:-42}" --budget "$BUDGET")
 
 if [ "${SMOKE:-0}" = 1 ]; then
     use_base_dir smoke_decode
     OUT=$NANOCHAT_BASE_DIR/decode_gpu.json
-    flags+=(--device-type cpu --depth 3 --width 64 --head-dim 16 --vocab-size 320 --contexts 40,300
-        --batch-sizes 1,2 --rounds 3 --no-compile)
+    flags+=(--device-type cpu --depth 3 --width 64 --head-dim 16 --vocab-size 320 --contexts "40,300"
+        --batch-sizes "1,2" --rounds 3 --no-compile)
 else
     OUT=$ROOT/runs/results/decode_gpu.json
     flags+=(--device-type cuda --depth 12 --rounds "$ROUNDS")

@@ -12,7 +12,7 @@ import torch
 import torch.nn as nn
 
 from nanochat.bov import decode, values
-from nanochat.bov.layers import GRAMMAR, parse_layers
+from nanochat.bov.layers import GRAMMAR, is_explicit, parse_layers
 from nanochat.bov.placement import OnDevice
 from nanochat.bov.presets import preset
 from nanochat.bov.spec import ValueSpec, layer_specs
@@ -244,6 +244,42 @@ def extra_matmul_params(model) -> int:
     )
 
 
+def trunk_params(model) -> tuple[list, list, list]:
+    """What the axes leave of the parameters beside the blocks: resid lambdas, x0 lambdas, smear and backout."""
+    gate = () if model.smear_gate is None else (model.smear_gate.weight,)
+    groups = (model.resid_lambdas,), (model.x0_lambdas,), (*gate, model.smear_lambda, model.backout_lambda)
+    return tuple([p for p in group if p is not None] for group in groups)
+
+
+# What each coefficient is to AdamW: rate (of scalar_lr, except where it is absolute), betas, weight decay.
+COEFFICIENT_RATES = {
+    "alpha_v": (0.01, False, (0.8, 0.95), 0.05),
+    "beta_v": (1.0, False, (0.96, 0.95), 0.0),
+    "gamma_v": (1.0, False, (0.96, 0.95), 0.0),
+    "lambda_v": (0.005, True, (0.8, 0.95), 0.0),
+}
+
+
+def coefficient_groups(model, scalar_lr) -> list[dict]:
+    """AdamW groups, in upstream's form, of the learned coefficients that the model has."""
+    groups = []
+    for name, (rate, absolute, betas, decay) in COEFFICIENT_RATES.items():
+        params = [p for key, p in model.named_parameters() if key.endswith(f"attn.{name}")]
+        rule = dict(kind="adamw", lr=rate if absolute else rate * scalar_lr, betas=betas, eps=1e-10, weight_decay=decay)
+        groups += [dict(params=params, **rule)] if params else []
+    return groups
+
+
+def num_coefficients(model) -> int:
+    """Elements of all learned coefficients."""
+    return sum(p.numel() for group in coefficient_groups(model, 1.0) for p in group["params"])
+
+
+def num_scalars(model) -> int:
+    """Elements of what is neither matrix nor table: what there is of trunk and smear, and the coefficients."""
+    return sum(p.numel() for group in trunk_params(model) for p in group) + num_coefficients(model)
+
+
 def coefficients(model) -> dict[str, list[float]]:
     """Learned coefficients by name, `{layer}.{gamma_v|lambda_v|alpha_v|beta_v}` -> values."""
     found = {}
@@ -290,3 +326,15 @@ def axes_from_flags(args) -> dict:
     axes = {name: default for name, (default, _) in AXES.items()}
     axes |= preset(args.preset) if args.preset else {}
     return axes | {name: vars(args)[name] for name in AXES if vars(args)[name] is not None}
+
+
+def axes_at_depth(args, depth: int) -> dict:
+    """axes_from_flags, but for a model that the flags only compare with, of another depth than args.depth.
+
+    Explicit layer lists and the MLP's width belong to the model's own depth: elsewhere they are left out.
+    """
+    axes = axes_from_flags(args)
+    if depth == args.depth:
+        return axes
+    listed = {name: "none" for name in ("ve_layers", "bov_layers") if is_explicit(axes[name])}
+    return axes | listed | {"mlp_hidden": 0}
