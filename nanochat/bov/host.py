@@ -97,6 +97,13 @@ def attend(attn, q, k, kv_cache, window, dense):
     return decode.attend(q, keys, bank.rows, history, **options)
 
 
+def enter_block(model, i, x, x0):
+    """The residual that enters block i, blended with x0 in the full trunk: x, x0 (B, T, C) -> (B, T, C)."""
+    if model.resid_lambdas is None:
+        return x
+    return model.resid_lambdas[i] * x + model.x0_lambdas[i] * x0
+
+
 def axes_of(config) -> dict:
     """The axes of a GPTConfig as a dict."""
     return {name: vars(config)[name] for name in AXES}
