@@ -251,11 +251,12 @@ def extra_matmul_params(model) -> int:
     )
 
 
-def trunk_params(model) -> tuple[list, list, list]:
-    """What the axes leave of the parameters beside the blocks: resid lambdas, x0 lambdas, smear and backout."""
-    gate = () if model.smear_gate is None else (model.smear_gate.weight,)
-    groups = (model.resid_lambdas,), (model.x0_lambdas,), (*gate, model.smear_lambda, model.backout_lambda)
-    return tuple([p for p in group if p is not None] for group in groups)
+def present(*parts) -> list:
+    """Parameters of those parts (a parameter, a module, or None where the axes left it out) that are there."""
+    found = []
+    for part in parts:
+        found += list(part.parameters()) if isinstance(part, nn.Module) else [] if part is None else [part]
+    return found
 
 
 # What each coefficient is to AdamW: rate (of scalar_lr, except where it is absolute), betas, weight decay.
@@ -284,7 +285,8 @@ def num_coefficients(model) -> int:
 
 def num_scalars(model) -> int:
     """Elements of what is neither matrix nor table: what there is of trunk and smear, and the coefficients."""
-    return sum(p.numel() for group in trunk_params(model) for p in group) + num_coefficients(model)
+    trunk = present(model.resid_lambdas, model.x0_lambdas, model.backout_lambda, model.smear_lambda, model.smear_gate)
+    return sum(p.numel() for p in trunk) + num_coefficients(model)
 
 
 def coefficients(model) -> dict[str, list[float]]:

@@ -1,0 +1,149 @@
+"""Put the series into a checkout of upstream nanochat, or take it out again.
+
+    python -m patches.apply CHECKOUT            apply; nothing is committed
+    python -m patches.apply CHECKOUT --check    say whether and how it would apply, change nothing
+    python -m patches.apply CHECKOUT --reverse  take it out, to the byte
+
+Everything happens in a temporary repository first. The checkout is written to once, after the whole series went in and
+every file of it compiles; then `git diff` in the checkout shows what was done.
+"""
+
+import argparse
+import sys
+from dataclasses import dataclass
+
+from patches.series import paths, upstream, variants
+from patches.workspace import Refused, Workspace, git, root_of
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Trees before and after, whether blob ids matched, and the patches of older/ that were used."""
+
+    before: str
+    after: str
+    exact: bool
+    older: tuple[str, ...]
+
+
+def forward(workspace, before) -> Outcome:
+    """The series on the tree `before`; Refused as Workspace.apply, or when the result does not compile."""
+    files, blobs = paths(variants()[0]), upstream()["blobs"]
+    taken = [path for path, new in files.items() if new and workspace.blob(before, path)]
+    if taken:
+        raise Refused(f"{taken[0]} is there already: is the series applied? (--reverse takes it out)")
+    exact = all(workspace.blob(before, path) == blob for path, blob in blobs.items())
+    refusals = []
+    for patches in variants()[: 1 if exact else None]:
+        tree, done = before, 0
+        try:
+            if not exact:
+                workspace.make_base_blobs(patches)
+            for done, patch in enumerate(patches):
+                tree = workspace.apply(tree, patch)
+            _compile(workspace, tree, files)
+        except Refused as refusal:
+            refusals.append((-done, len(refusals), refusal))
+            continue
+        older = tuple(p.name for p in patches if p.name in upstream()["older"])
+        return Outcome(before, tree, exact, older)
+    raise min(refusals)[2]
+
+
+def backward(workspace, before) -> Outcome:
+    """The series taken out of the tree `before`. Refused unless applying it again would give the very same tree."""
+    files = paths(variants()[0])
+    if not any(new and workspace.blob(before, path) for path, new in files.items()):
+        raise Refused("the series is not in this checkout")
+    for change in (
+        change for patch in variants()[0] for change in patch.files if change.path.startswith("nanochat/bov/")
+    ):
+        if workspace.blob(before, change.path) != change.new:
+            raise Refused(f"{change.path} is not the file of the series: keep a copy of yours, then restore that one")
+    refusals = []
+    for patches in variants():
+        tree = before
+        try:
+            exact = all(workspace.blob(before, path) == blob for path, blob in _last_blobs(patches).items())
+            if not exact:
+                workspace.make_base_blobs(patches)
+            for patch in reversed(patches):
+                tree = workspace.apply(tree, patch, reverse=True)
+            if forward(workspace, tree).after == before:
+                return Outcome(before, tree, exact, ())
+            raise Refused("taken out and put in again it would not be the same: its lines were changed since")
+        except Refused as refusal:
+            refusals.append(refusal)
+    raise refusals[0]
+
+
+def _last_blobs(patches):
+    return {change.path: change.new for patch in patches for change in patch.files}
+
+
+def _compile(workspace, tree, files):
+    for path in files:
+        if path.endswith(".py"):
+            try:
+                compile(workspace.text(tree, path), path, "exec", dont_inherit=True)
+            except SyntaxError as error:
+                raise Refused(f"{path}, line {error.lineno}: the merged file is not Python ({error.msg})") from error
+
+
+# ---------------------------------------------------------------------------- the checkout
+
+
+def refuse_dirty(checkout):
+    """Refused when tracked files differ from HEAD, or when a new file of the series would overwrite one."""
+    there = [path for path, new in paths(variants()[0]).items() if new and (checkout / path).exists()]
+    if there:
+        raise Refused(f"{there[0]} is there already: is the series applied? (--reverse takes it out)")
+    dirty = git(checkout, "status", "--porcelain", "--untracked-files=no").stdout.splitlines()
+    if dirty:
+        raise Refused(
+            f"the checkout has uncommitted changes ({dirty[0].strip()}, {len(dirty)} in all): commit or stash them"
+        )
+
+
+def write(workspace, outcome):
+    """Bring the checkout's working tree from outcome.before to outcome.after in one git apply."""
+    words = ["diff", "--binary", "--full-index", "--no-renames", outcome.before, outcome.after]
+    change = workspace.git(*words).stdout.encode("utf-8", "surrogateescape")
+    git(workspace.checkout, "apply", "--whitespace=nowarn", "-", stdin=change)
+
+
+def say(checkout, outcome, reverse, check):
+    done = {(False, False): "applied", (True, False): "taken out", (False, True): "would apply"}
+    word = done.get((reverse, check), "could be taken out")
+    how = "directly: its files are those of the base" if outcome.exact else "by three-way merge"
+    print(f"the series {'is ' if not check else ''}{word} {how} ({checkout})")
+    for name in outcome.older:
+        print(f"  with {name}, for upstream before {upstream()['base'][:7]}")
+    if not reverse and not check:
+        print("  look at it with: git diff; test it with: python -m pytest tests/test_bov.py")
+
+
+def main(argv=None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkout", help="folder of a git checkout of upstream nanochat")
+    parser.add_argument("--check", action="store_true", help="change nothing")
+    parser.add_argument("--reverse", action="store_true", help="take the series out")
+    args = parser.parse_args(argv)
+    try:
+        checkout = root_of(args.checkout)
+        if not args.reverse:
+            refuse_dirty(checkout)
+        with Workspace(checkout) as workspace:
+            before = workspace.snapshot(paths(variants()[0]))
+            outcome = (backward if args.reverse else forward)(workspace, before)
+            if not args.check:
+                write(workspace, outcome)
+        say(checkout, outcome, args.reverse, args.check)
+        return 0
+    except Refused as refusal:
+        print(f"nothing was changed.\n{refusal}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
