@@ -35,12 +35,13 @@ def forward(workspace, before) -> Outcome:
     exact = all(workspace.blob(before, path) == blob for path, blob in blobs.items())
     refusals = []
     for patches in variants()[: 1 if exact else None]:
-        tree, done = before, 0
+        tree, done = before, 0  # done: patches that went in
         try:
             if not exact:
                 workspace.make_base_blobs(patches)
-            for done, patch in enumerate(patches):
+            for patch in patches:
                 tree = workspace.apply(tree, patch)
+                done += 1
             _compile(workspace, tree, files)
         except Refused as refusal:
             refusals.append((-done, len(refusals), refusal))

@@ -54,7 +54,7 @@ class Patch:
 
 
 def parse(name: str, text: str) -> Patch:
-    """A Patch from its text. ValueError, naming file and line, for context lines and whatever else is not of the form."""
+    """A Patch from its text. ValueError, naming file and line, for context lines and all else not of the form."""
     prose, mark, diff = text.partition("diff --git ")
     changes, path, blobs, hunks = [], None, None, []
 

@@ -101,11 +101,12 @@ class Workspace:
             for path, blob in (known["older"].get(patch.name) or known["blobs"]).items():
                 if git(self.checkout, "cat-file", "-e", blob, check=False).returncode:
                     raise Refused(
-                        f"{path}: the version that {patch.name} was made for (blob {blob[:12]}) is not in this checkout, "
-                        "so nothing can be merged. Get upstream's history (git fetch --unshallow), or that version: "
+                        f"{path}: the version that {patch.name} was made for (blob {blob[:12]}) is not in this "
+                        "checkout, so nothing can be merged. Get upstream's history (git fetch --unshallow), or just: "
                         f"git fetch https://github.com/karpathy/nanochat {known['base']}"
                     )
         index = {"GIT_INDEX_FILE": str(self.folder / ".git" / "base-index")}
+        self.git("read-tree", "--empty", **index)
         for path, blob in known["blobs"].items():
             self.git("update-index", "--add", "--cacheinfo", f"100644,{blob},{path}", **index)
         for patch in patches:
