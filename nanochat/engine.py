@@ -263,8 +263,12 @@ class Row:
 
 
 def _traits(model):
-    """(vocabulary without padding rows, layers whose V must be cached) of a model; (inf, None) where it states none."""
-    return getattr(model.config, "vocab_size", math.inf), getattr(model, "value_layers", None)
+    """(vocabulary without padding rows, positions at most, layers whose V must be cached) of a model.
+
+    (inf, inf, None) where a foreign model states none.
+    """
+    positions = getattr(model, "max_positions", math.inf)
+    return getattr(model.config, "vocab_size", math.inf), positions, getattr(model, "value_layers", None)
 
 
 class Engine:
@@ -275,7 +279,7 @@ class Engine:
 
     def __init__(self, model, tokenizer, *, strategy="auto"):
         self.model, self.tokenizer, self.strategy = model, tokenizer, strategy
-        self.vocab_size, self.value_layers = _traits(model)
+        self.vocab_size, self.max_positions, self.value_layers = _traits(model)
 
     def generate(self, tokens, num_samples=1, max_tokens=None, temperature=1.0, top_k=None, seed=42):
         """Iterator of (token per sample, mask per sample); mask 1 = sampled, 0 = forced by the tool.
@@ -321,6 +325,11 @@ class Engine:
         if max_tokens is not None and max_tokens < 0:
             raise ValueError(f"max_tokens {max_tokens} must not be negative")
         if max_tokens is not None:
+            if len(tokens) + max_tokens > self.max_positions:
+                raise ValueError(
+                    f"{len(tokens)} tokens of prompt and max_tokens {max_tokens} are more than the "
+                    f"{self.max_positions} positions of the model: shorten the prompt or give less max_tokens"
+                )
             return max_tokens
         context = self.model.config.sequence_len
         if len(tokens) >= context:

@@ -40,7 +40,7 @@ def export_model(model, tokenizer, out, *, fold_gamma, dtype, step=None, source=
     Raises ValueError when `out` holds anything else, when layers with different coefficients share a table, when a
     weight is not finite in `dtype`, and when the tokenizer is not the model's.
     """
-    out = Path(out)
+    out = Path(os.path.normpath(out))  # no way past the check through new/..
     assert dtype in STORED, dtype
     if tokenizer.get_vocab_size() != model.config.vocab_size:
         raise ValueError(f"the tokenizer has {tokenizer.get_vocab_size()} tokens, the model {model.config.vocab_size}")

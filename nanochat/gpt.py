@@ -243,10 +243,10 @@ class GPT(nn.Module):
         """Everything before the head: idx (B, T) -> normed residual (B, T, C)."""
         T = idx.size(1)
         cos_sin = self._positions(T, kv_cache)
+        x = norm(self.transformer.wte(idx).to(COMPUTE_DTYPE))  # an id without a row raises before the cache changes
         if kv_cache is not None:
             kv_cache.check(T)
             kv_cache.append_ids(idx)
-        x = norm(self.transformer.wte(idx).to(COMPUTE_DTYPE))
         if self.config.smear:
             x = self._smear(x, kv_cache)
         x0, middle = x, None
@@ -308,6 +308,11 @@ class GPT(nn.Module):
             yield token.item()
 
     # ------------------------------------------------------------------------ accounting
+
+    @property
+    def max_positions(self) -> int:
+        """Positions of the rotary table: what a text may have at most."""
+        return self.cos.size(1)
 
     @property
     def value_layers(self):

@@ -10,6 +10,7 @@ Without --preset the model is paper/bov. Savings are against the same shape with
 import argparse
 import json
 import math
+import os
 import sys
 from collections import defaultdict
 from dataclasses import replace
@@ -78,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
     host.add_flags(p)
     g = p.add_argument_group("use")
     g.add_argument("--batch", type=numbers, default=[1], help="rows, comma list")
-    g.add_argument("--context", type=numbers, default=[2048], help="positions per row, comma list")
+    g.add_argument("--context", type=numbers, default=None, help="positions per row, comma list (2048)")
     g.add_argument("--dtype", choices=DTYPES, default=None, help="of cache and tables (default: this machine's)")
     g.add_argument("--window-policy", choices=memory.POLICIES, default="full", help="ring keeps the window alone")
     g.add_argument("--placement", choices=placement.PLACEMENTS, default="device", help="of the tables of bank layers")
@@ -267,6 +268,12 @@ def draw(args, path):
     """Saved share of K+V and of V of all layers against batch * context, a line per vocabulary (the paper's 5(a))."""
     from nanochat.report_plots import COLORS, STYLE, plt
 
+    if args.model_tag is not None:
+        raise ValueError(
+            "--plot with --model-tag: the plot compares vocabularies and a checkpoint has one; give a shape"
+        )
+    if not sizes_of(shape_config(args, 2048)).bank_layers:
+        raise ValueError("--plot of a model without a bank: nothing is saved; give --preset paper/bov or --bov-layers")
     points = [2 ** (10 + i / 16) for i in range(12 * 16 + 1)]
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(1, 2, figsize=(11.5, 4.8), layout="constrained")
@@ -346,6 +353,8 @@ def main(argv=None):
     if args.plot:
         draw(args, args.plot)
         print(f"written: {args.plot}")
+    if args.context is None:
+        args.context = [2048 if args.model_tag is None else checkpoint_config(args).sequence_len]
     settings = [(batch, context) for batch in args.batch for context in args.context]
     for i, (batch, context) in enumerate(settings):
         if i:
@@ -358,3 +367,7 @@ if __name__ == "__main__":
         main()
     except (ValueError, FileNotFoundError) as error:
         sys.exit(f"bov_memory: {error}")
+    except KeyboardInterrupt:
+        sys.exit("\nbov_memory: stopped")
+    except BrokenPipeError:  # | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

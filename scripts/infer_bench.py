@@ -384,7 +384,8 @@ def suite(args, device, problem) -> dict:
 
     results = save(run_suite(setting, args.suite, save))
     for aim in results["aims"]:
-        print(f"{'met' if aim['met'] else 'NOT':>5}  {aim['aim']} {aim['wanted']:g}: {aim['found']:.4g}")
+        wanted, found = (f"{x:,}" if isinstance(x, int) else f"{x:.4g}" for x in (aim["wanted"], aim["found"]))
+        print(f"{'met' if aim['met'] else 'NOT':>5}  {aim['aim']} {wanted}: {found}")
     return results
 
 

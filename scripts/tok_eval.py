@@ -124,3 +124,5 @@ if __name__ == "__main__":
         main()
     except ValueError as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("\ntok_eval: stopped")

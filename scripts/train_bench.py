@@ -188,4 +188,7 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    worker() if sys.argv[1:] == ["--worker"] else main()
+    try:
+        worker() if sys.argv[1:] == ["--worker"] else main()
+    except KeyboardInterrupt:
+        sys.exit("\ntrain_bench: stopped")

@@ -455,6 +455,13 @@ def test_samples_of_one_prompt_decode_without_values_as_with(strategy):
     assert engine.generate_batch(prompt, **options) == kept.generate_batch(prompt, **options)
 
 
+def test_more_tokens_than_rotary_positions_are_refused_before_any_is_made():
+    engine = bov_engine()
+    with pytest.raises(ValueError, match="2 tokens of prompt and max_tokens 639 are more than the 640 positions"):
+        engine.generate([BOS, 1], max_tokens=639)
+    engine.generate([BOS, 1], max_tokens=638)
+
+
 def test_rows_of_other_caches_are_refused():
     caches = [cache(), cache()]
     for one in caches:

@@ -415,6 +415,13 @@ def test_the_script_refuses_a_tag_that_is_not_there(tmp_path, checkpoint):
         main(["d5", "--out", str(tmp_path / "out")])
 
 
+def test_a_way_round_the_folder_is_the_folder_itself(tmp_path, tokenizer):
+    (tmp_path / "config.json").write_text("mine")
+    with pytest.raises(ValueError, match="holds config.json"):
+        export_model(make(), tokenizer, tmp_path / "new" / "..", fold_gamma=False, dtype=torch.float32)
+    assert (tmp_path / "config.json").read_text() == "mine" and not (tmp_path / "new").exists()
+
+
 def test_the_script_ends_with_one_sentence(tmp_path, checkpoint):
     checkpoint(make(), 5)
     environment = os.environ | {"PYTHONPATH": ROOT}

@@ -417,6 +417,17 @@ def test_flags_that_argparse_refuses(flags, capsys):
     assert stop.value.code == 2 and flags.split()[0] in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [("--model-tag d12", "--plot with --model-tag"), ("--preset paper/baseline", "without a bank")],
+    ids=["checkpoint", "baseline"],
+)
+def test_nothing_to_plot(flags, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        bov_memory.main([*flags.split(), "--plot", str(tmp_path / "x.png")])
+    assert not (tmp_path / "x.png").exists()
+
+
 def test_plot(tmp_path, capsys):
     path = tmp_path / "saved.png"
     bov_memory.main(["--plot", str(path), "--vocabs", "1000,32768,151936"])

@@ -428,6 +428,8 @@ def _byte_aims(section, aim):
         aim("cache bytes: difference to the formula at most", difference, 0, at_most=True)
         v = max(row["v_bytes_of_bank_layers"] for row in rows if row["side"] == "banks")
         aim("V bytes of bank layers at most", v, 0, at_most=True)
+    if largest["context"] < 32768:  # in small caches the buffer for converted keys is the largest
+        return
     for way in ("pooled", "fused"):
         text = f"{way}: elements of its largest tensor (T * D = {largest['limit_elements']:,}) at most"
         aim(text, largest[way]["elements"], largest["limit_elements"] - 1, at_most=True)
