@@ -180,6 +180,7 @@ def _lend_layers(model) -> tuple[int, ...]:
     return parse_layers(AXES["ve_layers"][0], model.config.n_layer)
 
 
+@torch.no_grad()
 def lend(model) -> dict:
     """Before the host draws its weights: complete the model to upstream's shape with throwaway parts.
 
@@ -190,6 +191,8 @@ def lend(model) -> dict:
     upstream = _lend_layers(model)
     for name in _switched_off(model.config):
         setattr(model, name, _scalar(model, name))
+    for p, start in ((model.smear_lambda, 0.0), (model.smear_gate.weight, 0.0), (model.backout_lambda, 0.2)):
+        p.fill_(start)  # upstream before 9822cc7 leaves them as memory was; later it draws over this
     tables = nn.ModuleDict()
     for i, block in enumerate(model.transformer.h):
         attn = block.attn
