@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
-from nanochat.bov.decode import History
+from nanochat.bov.decode import STRATEGIES, History
 from nanochat.common import COMPUTE_DTYPE
 
 # ---------------------------------------------------------------------------- calculator
@@ -104,7 +104,9 @@ class KVCache:
         self._pos = self._shortest = 0
 
     def reset(self):
-        """Forget everything; the memory stays."""
+        """Forget everything, also numbers that are not finite; the memory stays."""
+        self.k_cache.zero_()
+        self.v_cache.zero_()
         self.cache_seqlens.zero_()
         self.prev_embedding = None
         self._pos = self._shortest = 0
@@ -128,6 +130,7 @@ class KVCache:
     def append_ids(self, idx):
         """Take the token ids idx (B, T) of a forward, once, before its layers run."""
         if self.history is not None:
+            self.history.rewind(self._pos)
             self.history.append(idx)
 
     def check(self, num_tokens):
@@ -150,6 +153,7 @@ class KVCache:
 
         Raises ValueError when this cache is not empty, too short, or of another shape.
         """
+        self._check_empty()
         self._check_source(other, rows=(1, self.batch_size))
         self._copy(other, slice(None))
         self.cache_seqlens.copy_(other.cache_seqlens.expand_as(self.cache_seqlens))
@@ -162,10 +166,20 @@ class KVCache:
     def prefill_rows(self, others):
         """Start row by row from caches of one row each, whose lengths may differ; an iterable is read as it goes.
 
-        Raises ValueError as `prefill`, and when there are not as many caches as rows.
+        Raises ValueError as `prefill`, and, leaving this cache empty, for an empty cache or another number than rows.
         """
+        self._check_empty()
+        try:
+            self._fill_rows(others)
+        except ValueError:
+            self.reset()
+            raise
+
+    def _fill_rows(self, others):
         lengths, embeddings = [], []
-        for row, other in zip(range(self.batch_size), others, strict=True):
+        for row, other in enumerate(others):
+            if row == self.batch_size or not other.get_pos():
+                raise ValueError(f"prefill_rows: cache {row} of {self.batch_size} is empty or one too many")
             self._check_source(other, rows=(1,))
             self._copy(other, slice(row, row + 1))
             self.cache_seqlens[row] = other.get_pos()
@@ -173,16 +187,20 @@ class KVCache:
                 self.history.prefill_row(row, other.history)
             lengths.append(other.get_pos())
             embeddings.append(other.prev_embedding)
+        if len(lengths) != self.batch_size:
+            raise ValueError(f"prefill_rows: {len(lengths)} caches for {self.batch_size} rows")
         self._pos, self._shortest = max(lengths), min(lengths)
         if self.history is not None:
             self.history.settle(lengths)
         if embeddings[0] is not None:
             self.prev_embedding = torch.cat(embeddings)
 
-    def _check_source(self, other, rows):
-        shape, source = ((c.n_layers, c.n_heads, c.head_dim, tuple(c._value_index)) for c in (self, other))
+    def _check_empty(self):
         if self._pos:
             raise ValueError(f"prefill needs an empty KV cache: {self._pos} positions are filled; call reset() first")
+
+    def _check_source(self, other, rows):
+        shape, source = ((c.n_layers, c.n_heads, c.head_dim, tuple(c._value_index)) for c in (self, other))
         if shape != source or other.batch_size not in rows:
             raise ValueError(
                 f"prefill from (layers, heads, head_dim, layers with V) {source} and {other.batch_size} rows into "
@@ -203,10 +221,12 @@ class KVCache:
 def sample_next_token(logits, rng, temperature=1.0, top_k=None):
     """One token per row: logits (B, V) -> ids (B, 1). Temperature 0 takes the most likely; top_k None or 0 keeps all.
 
-    Raises ValueError for a negative temperature or top_k.
+    Raises ValueError for a temperature that is negative, not finite or close to 0, and for a negative top_k.
     """
-    if temperature < 0 or (top_k is not None and top_k < 0):
-        raise ValueError(f"temperature {temperature} and top_k {top_k} must not be negative")
+    if not (temperature == 0 or 1e-4 <= temperature < math.inf):
+        raise ValueError(f"temperature {temperature}: use 0 (the most likely token) or a number from 0.0001 on")
+    if top_k is not None and top_k < 0:
+        raise ValueError(f"top_k {top_k} must not be negative")
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
     if not top_k:
@@ -278,6 +298,8 @@ class Engine:
     """
 
     def __init__(self, model, tokenizer, *, strategy="auto"):
+        if strategy not in STRATEGIES:
+            raise ValueError(f"decode strategy {strategy!r}: use one of {', '.join(STRATEGIES)}")
         self.model, self.tokenizer, self.strategy = model, tokenizer, strategy
         self.vocab_size, self.max_positions, self.value_layers = _traits(model)
 
@@ -311,6 +333,7 @@ class Engine:
                 limits.append(self._check(tokens, max_tokens))
             except ValueError as error:
                 raise ValueError(f"prompt {i} of {len(prompts)}: {error}") from None
+        self._check_positions(max(map(len, prompts)), max(limits))
         return self._collect(prompts, self._stream(prompts, limits, temperature, top_k, seed), limits)
 
     def _check(self, tokens, max_tokens):
@@ -322,14 +345,10 @@ class Engine:
         outside = [token for token in tokens if not 0 <= token < self.vocab_size]
         if outside:
             raise ValueError(f"token id {outside[0]} in the prompt is outside the vocabulary 0..{self.vocab_size - 1}")
-        if max_tokens is not None and max_tokens < 0:
-            raise ValueError(f"max_tokens {max_tokens} must not be negative")
         if max_tokens is not None:
-            if len(tokens) + max_tokens > self.max_positions:
-                raise ValueError(
-                    f"{len(tokens)} tokens of prompt and max_tokens {max_tokens} are more than the "
-                    f"{self.max_positions} positions of the model: shorten the prompt or give less max_tokens"
-                )
+            if not isinstance(max_tokens, int) or max_tokens < 0:
+                raise ValueError(f"max_tokens {max_tokens} must be an int that is not negative")
+            self._check_positions(len(tokens), max_tokens)
             return max_tokens
         context = self.model.config.sequence_len
         if len(tokens) >= context:
@@ -338,6 +357,13 @@ class Engine:
                 "or give max_tokens"
             )
         return context - len(tokens)
+
+    def _check_positions(self, prompt, limit):
+        if prompt + limit - 1 > self.max_positions:  # the last token is not read
+            raise ValueError(
+                f"{prompt} tokens of prompt and {limit} more pass the {self.max_positions} positions of the model: "
+                "shorten the prompt or give less max_tokens"
+            )
 
     def _cache(self, batch_size, seq_len):
         config = self.model.config

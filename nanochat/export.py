@@ -171,7 +171,7 @@ def _read_config(path) -> dict:
         raise ValueError(f"{path} is missing: {path.parent} is no complete export; {REMEDY}")
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON ({error}); {REMEDY}") from error
     if not isinstance(facts, dict) or facts.get("format") != FORMAT:
         raise ValueError(f"{path} is not the config of an export (format {FORMAT}): {REMEDY}")
@@ -193,8 +193,8 @@ def _on_meta(facts, path):
         with torch.device("meta"):
             model = GPT(config, pad_vocab_size_to=padded)
             model.init_weights()
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: {error}; {REMEDY}") from error
+    except (ValueError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"{path}: {str(error)[:300]}; {REMEDY}") from error
     return model
 
 

@@ -43,6 +43,9 @@ class GPTConfig:
     mlp_hidden: int = 0
 
     def __post_init__(self):
+        for f in fields(self):
+            if type(vars(self)[f.name]) is not type(f.default):
+                raise ValueError(f"{f.name}={vars(self)[f.name]!r}: must be of type {type(f.default).__name__}")
         for name in ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd"):
             if vars(self)[name] < 1:
                 raise ValueError(f"{name}={vars(self)[name]}: must be at least 1")
@@ -243,7 +246,9 @@ class GPT(nn.Module):
         """Everything before the head: idx (B, T) -> normed residual (B, T, C)."""
         T = idx.size(1)
         cos_sin = self._positions(T, kv_cache)
-        x = norm(self.transformer.wte(idx).to(COMPUTE_DTYPE))  # an id without a row raises before the cache changes
+        x = embedding = norm(
+            self.transformer.wte(idx).to(COMPUTE_DTYPE)
+        )  # an unknown id raises before the cache changes
         if kv_cache is not None:
             kv_cache.check(T)
             kv_cache.append_ids(idx)
@@ -258,6 +263,8 @@ class GPT(nn.Module):
                 middle = x
         if kv_cache is not None:
             kv_cache.advance(T)
+            if self.config.smear:
+                kv_cache.prev_embedding = embedding[:, -1:].clone()
         if self.backout_lambda is not None:
             x = x - self.backout_lambda.to(x.dtype) * middle
         return norm(x)
@@ -273,10 +280,8 @@ class GPT(nn.Module):
         return self.cos[0, at], self.sin[0, at]
 
     def _smear(self, x, kv_cache):
-        """Add a gated share of the previous token's embedding: x (B, T, C). The cache remembers the last embedding."""
+        """Add a gated share of the previous token's embedding: x (B, T, C). The cache has the last embedding."""
         previous = None if kv_cache is None else kv_cache.prev_embedding
-        if kv_cache is not None:
-            kv_cache.prev_embedding = x[:, -1:]
         if previous is None:
             if x.size(1) == 1:
                 return x

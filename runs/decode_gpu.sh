@@ -34,4 +34,5 @@ stage "set-up"
 need_setup
 
 stage "measuring"
+run mkdir -p "$(dirname "$OUT")"
 run timeout --signal=INT $LIMIT "$PYTHON_BIN" -m scripts.infer_bench --suite $SECTIONS "${flags[@]}" --out "$OUT"

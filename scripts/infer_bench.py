@@ -12,6 +12,7 @@ paper/baseline of the same shape, all of them in turn. The last line of the outp
 import argparse
 import json
 import math
+import os
 import statistics
 import sys
 import time
@@ -116,6 +117,8 @@ def check(args):
     """ValueError for flags that contradict each other or make no sense."""
     if args.rounds < 2 or args.prompt_tokens < 1 or args.decode_tokens < 2:
         raise ValueError("--rounds and --decode-tokens must be at least 2, --prompt-tokens at least 1")
+    if args.out and (os.path.isdir(args.out) or not os.path.isdir(os.path.dirname(args.out) or ".")):
+        raise ValueError(f"--out {args.out}: name a file in a folder that exists")
     trained = [
         flag
         for flag, value in (("--model-tag", args.model_tag), ("--step", args.step), ("--export", args.export))

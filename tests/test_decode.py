@@ -555,6 +555,51 @@ def test_an_unknown_strategy_is_refused():
         History(1, 4, "cpu", "quick")
 
 
+@pytest.mark.parametrize("smear", [False, True], ids=["no-smear", "smear"])
+@pytest.mark.parametrize("kept", [False, True], ids=["without-v", "with-v"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_cache_goes_on_after_a_forward_that_was_interrupted(strategy, kept, smear, monkeypatch):
+    model = build(**preset("paper/bov") | {"smear": smear}, sequence_len=64).eval()
+    ids = torch.randint(0, 50, (2, 20))
+    cache = cache_of(model, 2, 20, strategy, value_layers=None if kept else "model")
+    first = decoded(model, ids[:, :10], (7,), cache)
+
+    def stop(x):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model.transformer.h[3].mlp, "forward", stop)
+        with pytest.raises(KeyboardInterrupt):
+            model(ids[:, 10:12], kv_cache=cache)
+    rest = decoded(model, ids[:, 10:], (3,), cache)
+    torch.testing.assert_close(torch.cat([first, rest], 1), model(ids), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_reset_cache_holds_nothing_of_before(strategy):
+    model = build(**preset("paper/bov"), sequence_len=64).eval()
+    cache = cache_of(model, 2, 20, strategy)
+    for part in (cache.k_cache, cache.v_cache):
+        part.fill_(torch.nan)
+    cache.reset()
+    alone = [cache_of(model, 1, 20, strategy) for _ in range(2)]
+    for length, one in zip((5, 9), alone, strict=True):
+        model(torch.randint(0, 50, (1, length)), kv_cache=one)
+    cache.prefill_rows(alone)
+    assert model(torch.randint(0, 50, (2, 1)), kv_cache=cache).isfinite().all()
+
+
+def test_training_with_placed_tables_is_refused():
+    model = build(**preset("paper/bov"), sequence_len=64)
+    ids = torch.randint(0, 50, (1, 8))
+    placement.place(model, "host")
+    with pytest.raises(ValueError, match="before training"):
+        model(ids, ids)
+    placement.place(model, "device")
+    model(ids, ids).backward()
+    assert model.value_embeds["3"].weight.grad.abs().sum() > 0
+
+
 def test_a_token_without_a_row_raises_before_the_cache_changes():
     model = build(**preset("paper/bov"), sequence_len=64).eval()
     ids = torch.randint(0, 50, (1, 8))

@@ -170,7 +170,7 @@ def test_temperature_zero_is_the_argmax_and_negatives_are_refused():
     logits = torch.randn(5, 11)
     assert torch.equal(sample_next_token(logits, None, 0.0)[:, 0], logits.argmax(-1))
     for bad in (dict(temperature=-0.1), dict(top_k=-1)):
-        with pytest.raises(ValueError, match="must not be negative"):
+        with pytest.raises(ValueError, match="temperature -0.1|top_k -1|must not be"):
             sample_next_token(logits, None, **bad)
 
 
@@ -457,9 +457,24 @@ def test_samples_of_one_prompt_decode_without_values_as_with(strategy):
 
 def test_more_tokens_than_rotary_positions_are_refused_before_any_is_made():
     engine = bov_engine()
-    with pytest.raises(ValueError, match="2 tokens of prompt and max_tokens 639 are more than the 640 positions"):
-        engine.generate([BOS, 1], max_tokens=639)
-    engine.generate([BOS, 1], max_tokens=638)
+    with pytest.raises(ValueError, match="2 tokens of prompt and 640 more pass the 640 positions"):
+        engine.generate([BOS, 1], max_tokens=640)
+    with pytest.raises(ValueError, match="200 tokens of prompt and 500 more"):
+        engine.generate_many([[BOS] * 200, [BOS]], max_tokens=500)
+    with pytest.raises(ValueError, match="must be an int"):
+        engine.generate([BOS], max_tokens=2.5)
+    engine.generate([BOS, 1], max_tokens=639)
+
+
+@pytest.mark.parametrize("temperature", [float("nan"), float("inf"), 1e-40, -1.0])
+def test_senseless_temperatures_are_refused(temperature):
+    with pytest.raises(ValueError, match="temperature"):
+        sample_next_token(torch.tensor([[1.0, 14.0]]), torch.Generator(), temperature)
+
+
+def test_an_engine_refuses_an_unknown_strategy():
+    with pytest.raises(ValueError, match="'quick'"):
+        bov_engine(strategy="quick")
 
 
 def test_rows_of_other_caches_are_refused():
@@ -467,9 +482,21 @@ def test_rows_of_other_caches_are_refused():
     for one in caches:
         one.advance(2)
     target = cache(batch_size=3)
-    with pytest.raises(ValueError, match="shorter"):
+    with pytest.raises(ValueError, match="2 caches for 3 rows"):
         target.prefill_rows(caches)
+    assert target.get_pos() == 0 and target.cache_seqlens.tolist() == [0, 0, 0]
+    with pytest.raises(ValueError, match="cache 2 of 3 is empty"):
+        target.prefill_rows([*caches, cache()])
+    with pytest.raises(ValueError, match="cache 3 of 3"):
+        target.prefill_rows([*caches, *caches])
+    filled = cache(batch_size=2)
+    filled.advance(1)
+    with pytest.raises(ValueError, match="empty KV cache"):
+        filled.prefill_rows(caches)
+    assert filled.get_pos() == 1
     with pytest.raises(ValueError, match="prefill from"):
-        cache(batch_size=1).prefill_rows([cache(heads=2)])
+        other = cache(heads=2)
+        other.advance(1)
+        cache(batch_size=1).prefill_rows([other])
     with pytest.raises(ValueError, match="layers with V"):
         cache().prefill(KVCache(1, 3, 10, 4, 2, "cpu", torch.float32, value_layers=(0,)))

@@ -108,8 +108,8 @@ def test_a_character_in_several_tokens_is_shown_when_complete():
     [
         (["--model-tag", "none"], "no model 'none' .* there are: tiny"),
         (["--step", "9"], "complete steps: 2"),
-        (["--temperature", "-1"], "must not be negative"),
-        (["--prompt", "x" * 999], "rotary table"),
+        (["--temperature", "-1"], "temperature -1.0: use 0"),
+        (["--prompt", "x" * 999], "pass the .* positions of the model"),
         (["--device-type", "tpu"], "use cuda, mps or cpu"),
     ],
 )

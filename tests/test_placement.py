@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import struct
+import threading
 
 import pytest
 import torch
@@ -291,7 +292,7 @@ def saved(model, path):
 
 @pytest.mark.parametrize("axes", [{}, {"bov_shared": True}, {"bov_coeff": "head"}], ids=["own", "shared", "head"])
 def test_every_placement_computes_the_same_bits(tmp_path, axes):
-    model = build(**BANKED, **axes)
+    model = build(**BANKED, **axes).eval()
     path, expected = saved(model, tmp_path / "f"), model(IDS)
     table = model.value_embeds["2"].weight.detach().clone()
     for where, home in (("host", OnHost), ("mmap", OnDisk), ("host", OnHost), ("mmap", OnDisk), ("device", OnDevice)):
@@ -354,3 +355,43 @@ def test_host_placement_frees_the_devices_memory(monkeypatch, switch):
     del host
     gc.collect()
     assert not table.is_pinned()
+
+
+# ---------------------------------------------------------------------------- several threads, tensors in order
+
+
+def test_a_table_on_disk_serves_two_threads(tmp_path):
+    weight = torch.arange(4096)[:, None].float().expand(-1, 64).contiguous()
+    save_file({"t": weight}, tmp_path / "t.safetensors")
+    table, wrong = OnDisk(tmp_path / "t.safetensors", "t", "cpu"), []
+
+    def work(seed):
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(100):
+            ids = torch.randint(0, 4096, (200,), generator=generator)
+            wrong.extend([] if torch.equal(table.fetch(ids), weight[ids]) else [seed])
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("offsets", "size", "message"),
+    [
+        (((0, 16), (0, 16)), 16, "b begins at byte"),
+        (((0, 16), (20, 36)), 36, "b begins"),
+        (((0, 16), (16, 32)), 40, "8 bytes"),
+    ],
+    ids=["overlap", "gap", "bytes-behind"],
+)
+def test_tensors_of_a_file_follow_each_other(offsets, size, message, tmp_path):
+    path = tmp_path / "x.safetensors"
+    header = {n: {"dtype": "F32", "shape": [4], "data_offsets": o} for n, o in zip("ab", offsets, strict=True)}
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(size))
+    with pytest.raises(ValueError, match=message):
+        SafetensorsFile(path)

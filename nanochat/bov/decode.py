@@ -57,6 +57,14 @@ class History:
         """The earliest position that the newest Tq queries of any row can see."""
         return max(0, self.shortest - Tq - window) if window >= 0 else 0
 
+    def rewind(self, length):
+        """Back to `length` positions of the longest row: forget what a forward appended that did not end."""
+        if length != self.length:
+            self.lengths -= self.length - length
+            self.shortest -= self.length - length
+            self.length = length
+            self._forget()
+
     def append(self, idx):
         """Take the next tokens of every row: idx (B, T)."""
         T = idx.size(1)
@@ -172,8 +180,8 @@ POOLED_FROM = 4096  # cached positions; runs/LOG.md, "decoding on a CPU"
 def rule(strategy, *, queries, length, window, kernel, distinct) -> str:
     """The one place that decides how a layer decodes: gather, fused or pooled.
 
-    queries: new positions of each row; length: of the longest row; kernel: on CUDA whether Triton's kernel runs, None
-    on a CPU; distinct(): the number of distinct tokens, asked only where it matters, for counting gives slots.
+    queries: new positions of each row; length: of the longest row; kernel: off the CPU whether Triton's kernel runs,
+    None on a CPU; distinct(): the number of distinct tokens, asked only where it matters, for counting gives slots.
     Several new positions gather: they have many queries. Where the window has passed, pooled becomes gather: few rows
     are left. auto on a CPU: fused for windows, below POOLED_FROM positions and while the longest row is not twice as
     long as there are distinct tokens; else pooled. auto on CUDA: fused, or gather where Triton is missing.
@@ -192,7 +200,7 @@ def rule(strategy, *, queries, length, window, kernel, distinct) -> str:
 
 def choose(strategy, q, history, window, table) -> str:
     """`rule` for the newest tokens of a history: q (B, Tq, N, D)."""
-    kernel = kernels.available(q.device) is None if q.is_cuda else None
+    kernel = None if q.device.type == "cpu" else q.is_cuda and kernels.available(q.device) is None
     numbers = dict(queries=q.size(1), length=history.length, window=window, kernel=kernel)
     return rule(strategy, **numbers, distinct=lambda: history.assign_slots(table.vocab))
 

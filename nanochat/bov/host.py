@@ -35,7 +35,8 @@ class Bank:
     """What one layer needs to make its value: its spec, its table, and layer 0's record for source `first`.
 
     A plain object: parameters stay on the attention module and on model.value_embeds. `rows` is where the rows come
-    from while decoding (placement.py).
+    from while decoding (placement.py). With source `first` it holds layer 0's value during a forward: such a model runs
+    one forward at a time.
     """
 
     def __init__(self, spec: ValueSpec, table=None, rows=None, origin=None):
@@ -52,6 +53,8 @@ class Bank:
             if not self.spec.caches_value and kv_cache is not None and kv_cache.history is not None:
                 return None
             if self.rows.weight is None:
+                if self.table.training and torch.is_grad_enabled():
+                    raise ValueError("value tables are placed off the device: place(model, 'device') before training")
                 return self.rows.fetch(idx.flatten()).view(*idx.shape, -1).to(x0.dtype)
             return self.table(idx).to(x0.dtype)
         if self.spec.source == "x0":

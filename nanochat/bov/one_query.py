@@ -28,6 +28,8 @@ def scores(q, k):
     scale = q.size(3) ** -0.5
     if q.dtype == torch.float32:
         return (q * scale) @ k.mT
+    if q.device.type not in ("cpu", "cuda"):
+        return (q.float() * scale) @ k.float().mT
     if q.is_cuda:
         B, H, G, D = q.shape
         products = torch.bmm(q.reshape(B * H, G, D), k.reshape(B * H, -1, D).mT, out_dtype=torch.float32)
@@ -52,7 +54,7 @@ def weigh(w, rows, index):
     The result has the dtype of `rows`, sums are in fp32. Rows of a head are read in any layout.
     """
     H, D = rows.shape[1:]
-    if rows.is_cuda or w.size(2) > SUMMED_ALONE or not _whole_rows(rows):
+    if not _has_bags(w, rows):
         return _weigh_pieces(w, rows, index)
     row, head = (stride // D for stride in rows.stride()[:2])
     places = torch.add(torch.arange(H, dtype=torch.int32)[:, None] * head, index.int()[:, None], alpha=row)
@@ -62,16 +64,19 @@ def weigh(w, rows, index):
 def weigh_values(w, v):
     """The same for values in their order, v (B, H, T, D): -> (B, H, G, D)."""
     B, H, T, D = v.shape
-    if v.is_cuda or w.size(2) > SUMMED_ALONE or not _whole_rows(v):
+    if not _has_bags(w, v):
         return (w.to(v.dtype) @ v).to(v.dtype)
     batch, head, row = (stride // D for stride in v.stride()[:3])
     start = torch.arange(B, dtype=torch.int32)[:, None] * batch + torch.arange(H, dtype=torch.int32) * head
     return _bags(w, _in_rows(v), start[..., None] + torch.arange(0, T * row, row, dtype=torch.int32))
 
 
-def _whole_rows(rows) -> bool:
-    """Whether all strides are multiples of D, so that the memory is a matrix of rows (R', D)."""
-    return rows.stride(-1) == 1 and not any(stride % rows.size(-1) for stride in rows.stride()[:-1])
+def _has_bags(w, rows) -> bool:
+    """Whether embedding_bag serves: on a CPU, few queries, int32 places, and rows whose memory is a matrix (R', D)."""
+    D = rows.size(-1)
+    small = max(w.numel(), rows.untyped_storage().nbytes() // (D * rows.itemsize)) < 2**31
+    whole = rows.stride(-1) == 1 and not any(stride % D for stride in rows.stride()[:-1])
+    return rows.device.type == "cpu" and w.size(2) <= SUMMED_ALONE and small and whole
 
 
 def _in_rows(rows):
@@ -111,7 +116,8 @@ def _weigh_pieces(w, rows, index):
     for start in range(0, T, length):
         piece = take(rows, index[:, start : start + length]).transpose(1, 2)
         part = w[..., start : start + length]
-        y = y + (part.to(piece.dtype) @ piece).float() if rows.is_cuda else y + part @ piece.float()
+        on_cpu = rows.device.type == "cpu"
+        y = y + (part @ piece.float() if on_cpu else (part.to(piece.dtype) @ piece).float())
     return y.to(rows.dtype)
 
 

@@ -9,6 +9,7 @@ import ctypes
 import json
 import math
 import os
+import threading
 import weakref
 from typing import NamedTuple, Protocol
 
@@ -59,6 +60,17 @@ class SafetensorsFile:
         if not isinstance(self.metadata, dict) or not all(type(text) is str for text in self.metadata.values()):
             self._fail("__metadata__ is not a dictionary of strings")
         self.entries = {key: self._entry(key, value, size) for key, value in header.items()}
+        self._check_order(size)
+
+    def _check_order(self, size):
+        """The format has no gaps, no overlap and nothing behind the last tensor."""
+        end = self._data
+        for key, entry in sorted(self.entries.items(), key=lambda item: (item[1].start, item[1].nbytes)):
+            if entry.start != end:
+                self._fail(f"{key} begins at byte {entry.start}, the tensor before it ends at {end}")
+            end += entry.nbytes
+        if end != size:
+            self._fail(f"{size - end} bytes behind the last tensor")
 
     def _fail(self, problem):
         raise ValueError(f"{self.path}: {problem}")
@@ -263,12 +275,14 @@ class OnDisk:
         self._start, self._row_bytes = entry.start, self.width * entry.dtype.itemsize
         self._buffer = torch.empty(max(1, BUFFER_BYTES // self._row_bytes), self.width, dtype=entry.dtype)
         self._view = _memory(self._buffer)
+        self._lock = threading.Lock()  # one buffer for all threads
 
     def fetch(self, ids):
         ids, order = _checked(ids, self.vocab).sort()
         rows = torch.empty(len(ids), self.width, dtype=self.dtype, device=self.device)
-        for part, places in zip(ids.split(len(self._buffer)), order.split(len(self._buffer)), strict=True):
-            rows.index_copy_(0, places.to(self.device), self._read(part).to(self.device, self.dtype))
+        with self._lock:
+            for part, places in zip(ids.split(len(self._buffer)), order.split(len(self._buffer)), strict=True):
+                rows.index_copy_(0, places.to(self.device), self._read(part).to(self.device, self.dtype))
         return rows
 
     def _read(self, ids):
