@@ -25,7 +25,7 @@ class History:
     ids (B, S) int32; lengths (B,) int32, filled positions of each row; length and shortest, their extremes, as ints.
     Derived when pooled attention or a placed table first asks: slots (B, S) int64 position -> slot; token_slot (V,)
     int32 token -> slot, -1 unseen; pool_ids (V,) int64 slot -> token; distinct = U; and a pool for each table, the rows
-    of the distinct tokens head by head. Each appended token costs O(1), and one `.item()` per step.
+    of the distinct tokens head by head. Each appended token costs O(1), and a step one `.item()` on a GPU.
     """
 
     def __init__(self, batch_size, seq_len, device, strategy="auto"):
@@ -121,13 +121,26 @@ class History:
             self.token_slot = torch.full((vocab,), -1, dtype=torch.int32, device=self.ids.device)
             self.pool_ids = torch.zeros(vocab, dtype=torch.int64, device=self.ids.device)
             new = self.length
-        if new and self.ragged:  # before the start of a shorter row its first token stands in
+        if new == 1 and self.ids.is_cpu and len(self.ids) == 1:
+            self._assign_one(self.length - 1)
+        elif new and self.ragged:  # before the start of a shorter row its first token stands in
             rows, positions = self._newest(new, ends=self.lengths)
             self._assign(rows, positions.clamp_(min=0))
         elif new:
             self._assign(slice(None), slice(self.length - new, self.length))
         self._pending = 0
         return self.distinct
+
+    def _assign_one(self, position):
+        """`_assign` for the next token of a single row in CPU memory, where asking for a number costs nothing."""
+        token = self.ids[0, position].item()
+        slot = self.token_slot[token].item()
+        if slot < 0:
+            slot = self.distinct
+            self.token_slot[token] = slot
+            self.pool_ids[slot] = token
+            self.distinct += 1
+        self.slots[0, position] = slot
 
     def _assign(self, rows, positions):
         tokens = self.ids[rows, positions].T  # by position, then by row
