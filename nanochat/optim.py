@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.adamw import adamw
 
+from nanochat.bov.host import COEFFICIENT_RATES
 from nanochat.common import COMPUTE_DTYPE
 
 # ---------------------------------------------------------------------------- which parameter goes where
@@ -36,9 +37,12 @@ TABLE = (
     Row("lm_head", r"lm_head\.weight", "unembedding", 1.0, True, (0.8, 0.96), 0.01),
     Row("wte", r"transformer\.wte\.weight", "embedding", 1.0, True, (0.8, 0.995), 0.001),
     Row("value_embeds", r"value_embeds\.\d+\.weight", "embedding", 0.5, True, (0.8, 0.995), 0.01),
-    Row("resid", rf"resid_lambdas|{BLOCK}attn\.alpha_v", "scalar", 0.01, False, (0.8, 0.95), 0.05),
-    Row("source", rf"x0_lambdas|{BLOCK}attn\.(beta_v|gamma_v)", "scalar", 1.0, False, (0.96, 0.95)),
-    Row("lambda_v", rf"{BLOCK}attn\.lambda_v", "one", 0.005, False, (0.8, 0.95)),
+    Row("resid", r"resid_lambdas", "scalar", 0.01, False, (0.8, 0.95), 0.05),
+    Row("x0", r"x0_lambdas", "scalar", 1.0, False, (0.96, 0.95)),
+    *(
+        Row(name, rf"{BLOCK}attn\.{name}", "one" if absolute else "scalar", rate, False, betas, decay)
+        for name, (rate, absolute, betas, decay) in COEFFICIENT_RATES.items()
+    ),
     Row("smear", r"smear_gate\.weight|smear_lambda|backout_lambda", "one", 0.2, False, (0.8, 0.95)),
     Row("muon", rf"{BLOCK}.*\.weight", "matrix"),
 )
