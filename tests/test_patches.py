@@ -5,15 +5,12 @@ What needs a checkout of upstream nanochat is in test_patched_upstream.py.
 
 import hashlib
 import json
-import re
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from nanochat import optim
-from nanochat.bov import host
 from patches import apply, diff, make, series
 
 ROOT = Path(__file__).parent.parent
@@ -84,13 +81,6 @@ def test_patch_of_another_form_is_refused(line, replacement):
     assert series.parse("x", text).files[0].hunks == (series.Hunk(4, (), ("one",)),)
     with pytest.raises(ValueError, match="x, line|full blob ids"):
         series.parse("x", text.replace(line, replacement))
-
-
-def test_coefficient_rates_are_those_of_the_optimizer_table():
-    """Both hosts train alike: the numbers stand in host.py for a foreign optimizer, in optim.TABLE for ours."""
-    for name, (factor, absolute, betas, decay) in host.COEFFICIENT_RATES.items():
-        (row,) = (row for row in optim.TABLE if re.fullmatch(row.pattern, f"transformer.h.3.attn.{name}"))
-        assert (row.factor, row.rate == "one", row.betas, row.weight_decay) == (factor, absolute, betas, decay), name
 
 
 # ---------------------------------------------------------------------------- tiny repositories
