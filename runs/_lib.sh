@@ -15,6 +15,7 @@ export PYTHONUNBUFFERED=1 # a log file shows each line when it is printed
 
 STAGE_NUMBER=0
 STAGE="start"
+GOES_ON="continues from the last checkpoint" # what the same command does after a stop
 
 stage() { # stage TITLE: a heading with the time since the start
     STAGE_NUMBER=$((STAGE_NUMBER + 1))
@@ -42,7 +43,7 @@ on_exit() {
     local code=$?
     [ $code -ne 0 ] || return 0
     if [ $code -eq 130 ] || [ $code -eq 143 ]; then
-        printf '\nStopped during "%s". The same command continues from the last checkpoint.\n' "$STAGE" >&2
+        printf '\nStopped during "%s". The same command %s.\n' "$STAGE" "$GOES_ON" >&2
     else
         printf '\n"%s" failed with exit code %d. After repair the same command continues there.\n' "$STAGE" $code >&2
     fi

@@ -4,11 +4,12 @@
 #   SMOKE=1 bash runs/bov_cpu.sh     every stage in miniature, in its own folder
 #   DRY_RUN=1 bash runs/bov_cpu.sh   every command and both plans, nothing is run
 #   SEED=1, DEVICE=cuda, NANOCHAT_BASE_DIR=/some/folder  as one likes
+#   NANOCHAT_UPSTREAM=DIR bash runs/bov_cpu.sh   trained and evaluated by a patched upstream checkout's own scripts
 # shellcheck source=runs/_lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/_lib.sh"
 
 if [ $# -gt 0 ]; then # there are no arguments; show the lines above
-    sed -n '2,6s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    sed -n '2,7s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
     trap - EXIT
     exit 2
 fi
@@ -40,12 +41,19 @@ if [ "${SMOKE:-0}" = 1 ]; then
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # so small a model gains nothing from a second thread
 fi
 
+HOST_FLAGS=(--seed "$SEED" --target-tokens "$TARGET_TOKENS" "--eval-tokens=$EVAL_TOKENS" --save-every "$SAVE_EVERY")
+if [ -n "${NANOCHAT_UPSTREAM:-}" ]; then # flags that upstream does not have; its seed is always 42
+    # shellcheck source=runs/_upstream.sh
+    source runs/_upstream.sh
+    SEED=42 NAME=${NAME}_upstream
+    HOST_FLAGS=(--num-iterations $((TARGET_TOKENS / TOTAL_BATCH)) --eval-tokens "$CHECK_TOKENS")
+fi
+
 train() { # train TAG PRESET
-    train_run "$1" --preset "$2" --seed "$SEED" --device-type "$DEVICE" \
+    train_run "$1" --preset "$2" --device-type "$DEVICE" \
         --depth $DEPTH --aspect-ratio $ASPECT_RATIO --head-dim $HEAD_DIM --max-seq-len $SEQ_LEN \
-        --device-batch-size $DEVICE_BATCH --total-batch-size $TOTAL_BATCH --target-tokens $TARGET_TOKENS \
-        --eval-every $EVAL_EVERY --eval-tokens=$EVAL_TOKENS --save-every $SAVE_EVERY \
-        --core-metric-every=-1 --sample-every=-1
+        --device-batch-size $DEVICE_BATCH --total-batch-size $TOTAL_BATCH \
+        --eval-every $EVAL_EVERY --core-metric-every=-1 --sample-every=-1 "${HOST_FLAGS[@]}"
 }
 
 use_base_dir $NAME

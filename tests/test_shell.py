@@ -12,12 +12,13 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = [*sorted(ROOT.glob("runs/*.sh")), ROOT / ".ci" / "run"]
 JOBS = ["runs/bov_cpu.sh"]  # scripts that know DRY_RUN and SMOKE
+OWN_VARIABLES = ("NANOCHAT_BASE_DIR", "NANOCHAT_UPSTREAM", "SMOKE", "DRY_RUN", "SEED")
 
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="no bash on this machine")
 
 
 def bash(command, cwd=ROOT, **env):
-    clean = {k: v for k, v in os.environ.items() if k not in ("NANOCHAT_BASE_DIR", "SMOKE", "DRY_RUN", "SEED")}
+    clean = {k: v for k, v in os.environ.items() if k not in OWN_VARIABLES}
     return subprocess.run(
         ["bash", "-c", command], cwd=cwd, env=clean | env, capture_output=True, text=True, timeout=120, check=False
     )
@@ -193,3 +194,44 @@ def test_no_index_host_is_written_down():
     for path in [*SCRIPTS, ROOT / "pyproject.toml"]:
         text = path.read_text()
         assert "http" not in text and "index-url" not in text, path.name
+
+
+# ---------------------------------------------------------------------------- a patched upstream checkout
+
+
+@pytest.fixture
+def patched(tmp_path):
+    """What the scripts look for in a checkout with the series."""
+    (tmp_path / "up" / "nanochat" / "bov").mkdir(parents=True)
+    (tmp_path / "up" / "nanochat" / "bov" / "host.py").touch()
+    return tmp_path / "up"
+
+
+def test_patched_checkout_trains_and_evaluates_with_flags_of_its_own(patched, tmp_path, echo_python):
+    python, log = echo_python
+    python.write_text(f'#!/bin/sh\necho "$PWD $@" >>"{log}"\necho "val bpb: 1.25"\n')
+    env = dict(NANOCHAT_UPSTREAM="up", NANOCHAT_PYTHON=str(python), NANOCHAT_BASE_DIR=str(tmp_path / "base"))
+    done = bash(f"bash '{ROOT}/runs/bov_cpu.sh'", cwd=tmp_path, **env)
+    assert done.returncode == 0, done.stderr
+    calls = [line.split() for line in log.read_text().splitlines()]
+    assert [(call[0] == str(patched), call[2]) for call in calls] == [
+        (False, "nanochat.dataset"), (True, "scripts.tok_train"), *[(True, "scripts.base_train")] * 2,
+        *[(True, "scripts.base_eval")] * 2,
+    ]  # fmt: skip
+    assert all("--num-iterations" in call and "--seed" not in call and "--resume" not in call for call in calls[2:4])
+    assert (tmp_path / "base" / "report" / "bpb.txt").read_text().count("1.25") == 2
+
+
+def test_finished_runs_of_a_patched_checkout_stay(patched, tmp_path, echo_python):
+    python, log = echo_python
+    for tag in ("baseline_s42", "bov_s42"):
+        (tmp_path / "base" / "base_checkpoints" / tag).mkdir(parents=True)
+        (tmp_path / "base" / "base_checkpoints" / tag / "model_000512.pt").touch()
+    env = dict(NANOCHAT_PYTHON=str(python), NANOCHAT_BASE_DIR=str(tmp_path / "base"))
+    done = bash("bash runs/bov_cpu.sh", NANOCHAT_UPSTREAM=str(patched), **env)
+    assert done.returncode == 0 and "base_train" not in log.read_text()
+
+
+def test_checkout_without_the_series_is_refused(tmp_path):
+    done = bash("DRY_RUN=1 bash runs/bov_cpu.sh", NANOCHAT_UPSTREAM=str(tmp_path), NANOCHAT_PYTHON="/nowhere/python")
+    assert done.returncode == 2 and f"python -m patches.apply {tmp_path}" in done.stderr
