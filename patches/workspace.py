@@ -73,9 +73,10 @@ class Workspace:
         """The tree of the checkout's HEAD with `files` as they lie in its working tree now."""
         self.load(git(self.checkout, "rev-parse", "HEAD^{tree}").stdout.strip())
         for name in files:
-            source = self.checkout / name
-            if source.is_file():
-                blob = self.git("hash-object", "-w", "--no-filters", str(source)).stdout.strip()
+            if (self.checkout / name).is_file():
+                # the checkout's own settings say what its line ends are in a blob; the blob is written here
+                here = {"GIT_OBJECT_DIRECTORY": str(self.folder / ".git" / "objects")}
+                blob = git(self.checkout, "hash-object", "-w", "--", name, **here).stdout.strip()
                 self.git("update-index", "--add", "--cacheinfo", f"100644,{blob},{name}")
             else:
                 self.git("update-index", "--force-remove", name)

@@ -18,7 +18,7 @@ import pytest
 from patches import apply, diff, series
 
 ROOT = Path(__file__).parent.parent
-UPSTREAM = os.environ.get("NANOCHAT_UPSTREAM")
+UPSTREAM = os.path.abspath(os.environ["NANOCHAT_UPSTREAM"]) if os.environ.get("NANOCHAT_UPSTREAM") else None
 BASE = series.upstream()["base"]
 # From the first with today's model on; what they need beyond this package's own environment decides whether they run.
 OTHERS = ["a825e63", "1cd94d7", "94b73ad", "0f83057", "f10bd75", "ca366eb", "eb16d01"]
@@ -59,6 +59,8 @@ def python(checkout, *words, base):
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
+    if subprocess.run(["git", "cat-file", "-e", f"{BASE}^{{commit}}"], cwd=UPSTREAM, capture_output=True).returncode:
+        pytest.skip(f"NANOCHAT_UPSTREAM has no commit {BASE[:7]}: git fetch --unshallow there")
     return tmp_path_factory.mktemp("patched")
 
 

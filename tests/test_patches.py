@@ -282,6 +282,19 @@ def test_own_settings_of_git_do_not_matter(tiny):
     assert host_lines(tiny) == edited(["trailing = 1 ", *LINES])
 
 
+@pytest.mark.parametrize("name", [None, "lines inserted above"], ids=["base", "moved"])
+def test_line_ends_of_another_system_stay(tiny, name):
+    if name:
+        commit(tiny, host=MOVES[name])
+    git(tiny.parent, "clone", "-q", "-c", "core.autocrlf=true", str(tiny), "crlf")
+    folder = tiny.parent / "crlf"
+    before = state(folder)
+    assert b"\r\n" in before[0]["host.py"]
+    assert apply.main([str(folder)]) == 0
+    assert (folder / "host.py").read_bytes().count(b"\r\n") == len(host_lines(folder))
+    assert apply.main([str(folder), "--reverse"]) == 0 and state(folder) == before
+
+
 @pytest.mark.parametrize("applied", [False, True], ids=["before", "after"])
 def test_diff_shows_lines_per_file_and_context(tiny, capsys, applied):
     if applied:
