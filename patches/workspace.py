@@ -7,6 +7,9 @@ from pathlib import Path
 
 from patches.series import EMPTY, Patch, upstream
 
+# From this version on `git apply --3way` merges; before, it first tried to apply by line number.
+MERGES_FIRST = (2, 32)
+
 
 class Refused(Exception):
     """The series cannot be applied; the message says where and why."""
@@ -97,6 +100,9 @@ class Workspace:
 
         Refused when the checkout lacks a base file: git would then apply by line number alone and say nothing.
         """
+        version = git(self.checkout, "version").stdout.split()[2]
+        if tuple(int(part) for part in version.split(".")[:2]) < MERGES_FIRST:
+            raise Refused(f"git {version} cannot merge this safely: 2.32 or newer is needed where upstream has moved")
         known = upstream()
         for patch in patches:
             for path, blob in (known["older"].get(patch.name) or known["blobs"]).items():
@@ -106,13 +112,19 @@ class Workspace:
                         "checkout, so nothing can be merged. Get upstream's history (git fetch --unshallow), or just: "
                         f"git fetch https://github.com/karpathy/nanochat {known['base']}"
                     )
+        self._put_on(known["blobs"], [patch for patch in patches if patch.name not in known["older"]])
+        for patch in patches:
+            if patch.name in known["older"]:
+                self._put_on(known["older"][patch.name], [patch])
+
+    def _put_on(self, blobs, patches):
+        """Apply patches to the very blobs that they were made on, which writes those that they lead to."""
         index = {"GIT_INDEX_FILE": str(self.folder / ".git" / "base-index")}
         self.git("read-tree", "--empty", **index)
-        for path, blob in known["blobs"].items():
+        for path, blob in blobs.items():
             self.git("update-index", "--add", "--cacheinfo", f"100644,{blob},{path}", **index)
         for patch in patches:
-            if patch.name not in known["older"]:
-                self.git("apply", "--cached", "--unidiff-zero", "--whitespace=nowarn", str(patch.path), **index)
+            self.git("apply", "--cached", "--unidiff-zero", "--whitespace=nowarn", str(patch.path), **index)
 
     def apply(self, tree, patch: Patch, reverse=False) -> str:
         """`patch` applied to a tree, or taken back; returns the new tree.
@@ -124,6 +136,8 @@ class Workspace:
         before = {c.path: (c.new if reverse else c.old) for c in patch.files}
         exact = all((self.blob(tree, path) or EMPTY) == blob for path, blob in before.items())
         how = ["--index"] if exact else ["--3way"]
+        for path, blob in {} if exact else before.items():  # without it git would fall back to line numbers
+            assert blob == EMPTY or not self.git("cat-file", "-e", blob, check=False).returncode, (patch.name, path)
         words = ["apply", *how, "--unidiff-zero", "--whitespace=nowarn", *(["--reverse"] if reverse else [])]
         done = self.git(*words, str(patch.path), check=False)
         conflicts = self.git("ls-files", "--unmerged").stdout

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from patches import apply, diff, make, series
+from patches import apply, diff, make, series, workspace
 
 ROOT = Path(__file__).parent.parent
 MAX_CHANGED, MAX_REPLACED = 120, 10
@@ -221,6 +221,14 @@ def test_shallow_clone_is_refused_once_upstream_has_moved(tiny, capsys):
     git(tiny.parent, "clone", "-q", "--depth", "1", f"file://{tiny}", "shallow")
     message = refused(tiny.parent / "shallow", capsys)
     assert "host.py" in message and "git fetch --unshallow" in message
+
+
+def test_git_that_does_not_merge_first_is_refused_once_upstream_has_moved(tiny, capsys, monkeypatch):
+    monkeypatch.setattr(workspace, "MERGES_FIRST", (99, 0))
+    commit(tiny, host=MOVES["lines inserted above"])
+    assert "2.32 or newer" in refused(tiny, capsys)
+    commit(tiny, host=LINES)
+    assert apply.main([str(tiny)]) == 0
 
 
 def test_shallow_clone_of_the_base_is_patched(tiny):
