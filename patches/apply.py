@@ -60,7 +60,10 @@ def backward(workspace, before) -> Outcome:
         change for patch in variants()[0] for change in patch.files if change.path.startswith("nanochat/bov/")
     ):
         if workspace.blob(before, change.path) != change.new:
-            raise Refused(f"{change.path} is not the file of the series: keep a copy of yours, then restore that one")
+            raise Refused(
+                f"{change.path} is not the one of this series: take it out with the version of this repository that "
+                "put it in, or restore that file first"
+            )
     refusals = []
     for patches in variants():
         tree = before
@@ -119,7 +122,7 @@ def say(checkout, outcome, reverse, check):
     how = "directly: its files are those of the base" if outcome.exact else "by three-way merge"
     print(f"the series {'is ' if not check else ''}{word} {how} ({checkout})")
     for name in outcome.older:
-        print(f"  with {name}, for upstream before {upstream()['base'][:7]}")
+        print(f"  with {name} in place of its namesake")
     if not reverse and not check:
         print("  look at it with: git diff; test it with: python -m pytest tests/test_bov.py")
 

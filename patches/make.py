@@ -43,6 +43,8 @@ def without_own(workspace, tree) -> str:
 
 def commits_of_series(workspace, base) -> list[tuple[str, str, str]]:
     """(name, prose, tree) after each patch of the present series, put on the tree `base`."""
+    if workspace.blob(base, "nanochat/bov/__init__.py"):
+        raise Refused("HEAD has the series in it: check out a commit of upstream, or give --from")
     series, found, tree = variants()[0], [], base
     workspace.make_base_blobs(series)
     for patch in series:

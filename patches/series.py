@@ -60,7 +60,7 @@ def parse(name: str, text: str) -> Patch:
 
     def close():
         if path is not None:
-            if blobs is None or not hunks:
+            if blobs is None or not (hunks or blobs[0] == EMPTY):
                 raise ValueError(f"{name}: {path} has no index line with full blob ids, or no hunks")
             changes.append(FileChange(path, *blobs, tuple(Hunk(s, tuple(r), tuple(a)) for s, _, _, r, a in hunks)))
 

@@ -357,6 +357,17 @@ def test_series_goes_into_commits_and_comes_back(tiny):
     assert texts() == before
 
 
+def test_patched_commit_is_no_base(tiny, capsys):
+    room = series.HERE.parent / OURS
+    room.with_name("__init__.py").touch()
+    assert make.main([str(tiny)]) == 0
+    assert apply.main([str(tiny)]) == 0
+    commit(tiny)
+    before = texts()
+    assert make.main([str(tiny)]) == 1 and texts() == before
+    assert "HEAD has the series" in capsys.readouterr().err
+
+
 def test_commit_without_the_name_of_a_patch_is_refused(tiny, capsys):
     git(tiny, "checkout", "-q", "-b", "bov")
     commit(tiny, "wip", other=["x = 3"])
