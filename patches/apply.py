@@ -56,13 +56,11 @@ def backward(workspace, before) -> Outcome:
     files = paths(variants()[0])
     if not any(new and workspace.blob(before, path) for path, new in files.items()):
         raise Refused("the series is not in this checkout")
-    for change in (
-        change for patch in variants()[0] for change in patch.files if change.path.startswith("nanochat/bov/")
-    ):
-        if workspace.blob(before, change.path) != change.new:
+    for path, blob in _last_blobs(variants()[0]).items():
+        if path.startswith("nanochat/bov/") and workspace.blob(before, path) != blob:
             raise Refused(
-                f"{change.path} is not the one of this series: take it out with the version of this repository that "
-                "put it in, or restore that file first"
+                f"{path} is not the one of this series: take it out with the version of this repository that put it "
+                "in, or restore that file first"
             )
     refusals = []
     for patches in variants():
