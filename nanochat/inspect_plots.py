@@ -8,7 +8,7 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt  # noqa: E402
 from matplotlib import font_manager  # noqa: E402
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator  # noqa: E402
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter  # noqa: E402
 
 from nanochat.report_plots import BASELINE_COLOR, COLORS, STYLE  # noqa: E402
 
@@ -43,6 +43,11 @@ def draw_movement(path, panels, counted):
             axis.set_visible(False)
         for axis, panel in zip(axes.flat, panels, strict=False):
             _movement_panel(axis, *panel)
+        shown = {
+            name: handle for axis in axes.flat for handle, name in zip(*axis.get_legend_handles_labels(), strict=True)
+        }
+        legend = figure.legend(shown.values(), shown, loc="outside upper center", ncols=len(shown), markerscale=1.4)
+        legend.legend_handles[0].set_alpha(0.6)
         for axis in axes[:, 0]:
             axis.set_ylabel("movement of a row\n(1 = its length at the start)")
         for i, axis in enumerate(axes.flat[: len(panels)]):
@@ -54,8 +59,9 @@ def draw_movement(path, panels, counted):
 
 def _movement_panel(axis, title, moved, counts, bins):
     unseen, seen = [b for b in bins if not b["low"]], [b for b in bins if b["low"] and b["count"] >= FEW_ROWS]
-    at = counts.double().clamp_min(NEVER)
-    axis.scatter(at, moved, s=5, color=BASELINE_COLOR, alpha=0.18, linewidths=0, rasterized=True, label="rows")
+    at = counts.double().clamp_min(NEVER).numpy()
+    alpha = max(0.03, min(0.18, 800 / len(moved)))
+    axis.scatter(at, moved.numpy(), s=5, color=BASELINE_COLOR, alpha=alpha, linewidths=0, rasterized=True, label="rows")
     middles = [(b["low"] * (b["high"] + 1)) ** 0.5 if b["low"] > 1 else 1 for b in seen]
     quartiles = [[b[name] for b in seen] for name in ("q25", "q75")]
     axis.fill_between(middles, *quartiles, color=COLORS[0], alpha=0.22, linewidth=0, label="quartiles")
@@ -72,16 +78,25 @@ def _movement_panel(axis, title, moved, counts, bins):
     top = max(moved.max().item(), 1e-3)
     axis.set_ylim(-0.03 * top, 1.08 * top)
     axis.set_title(title)
-    axis.legend(loc="upper left", markerscale=1.2, fontsize=9)
 
 
 def _count_ticks(axis, largest):
     tens = [10**i for i in range(len(str(largest)))]
-    names = {1: "1", 10: "10", 100: "100", 1000: "1k", 10**4: "10k", 10**5: "100k", 10**6: "1M"}
+    names = {
+        1: "1",
+        10: "10",
+        100: "100",
+        1000: "1k",
+        10**4: "10k",
+        10**5: "100k",
+        10**6: "1M",
+        10**7: "10M",
+        10**8: "100M",
+    }
     axis.xaxis.set_major_locator(FixedLocator([NEVER, *tens]))
     shown = FuncFormatter(lambda x, _: "never" if x == NEVER else names.get(round(x), f"{x:.0e}"))
     axis.xaxis.set_major_formatter(shown)
-    axis.xaxis.set_minor_locator(NullLocator() if largest < 10 else LogLocator(subs=range(2, 10), numticks=20))
+    axis.xaxis.set_minor_locator(FixedLocator([ten * digit for ten in tens for digit in range(2, 10)]))
     axis.xaxis.set_minor_formatter(NullFormatter())
 
 
@@ -101,7 +116,7 @@ def draw_mixture(path, mixture, names, last):
     with plt.rc_context(STYLE | {"axes.grid": False, "axes.spines.top": True, "axes.spines.right": True}):
         size = (max(6.0, 2.2 + (0.48 if U <= NUMBERS_UP_TO else 0.33) * U), max(3.0, 1.9 + 0.42 * N))
         figure, axis = plt.subplots(figsize=size, layout="constrained")
-        image = axis.imshow(weights, cmap="Blues", vmin=0, aspect="auto")
+        image = axis.imshow(weights.numpy(), cmap="Blues", vmin=0, aspect="auto")
         axis.set_xticks(range(U), names, rotation=60, ha="right", rotation_mode="anchor", fontsize=10)
         axis.set_yticks(range(N), [str(n) for n in range(N)])
         axis.set_ylabel("query head")
@@ -112,7 +127,7 @@ def draw_mixture(path, mixture, names, last):
             if value >= 0.005:
                 color = "white" if value > 0.55 * weights.max() else "black"
                 axis.text(u, n, f"{value:.2f}", ha="center", va="center", fontsize=8, color=color)
-        figure.colorbar(image, ax=axis, label="weight w", pad=0.01, aspect=12)
+        figure.colorbar(image, ax=axis, label="weight w", pad=0.01, aspect=min(30, 8 + 2 * N))
         _save(figure, path)
 
 

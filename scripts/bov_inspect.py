@@ -14,7 +14,7 @@ from pathlib import Path
 from nanochat import inspect_bank as bank
 from nanochat.bov import host
 from nanochat.checkpoint_manager import build_model, resolve_checkpoint
-from nanochat.common import COMPUTE_DTYPE, DTYPES, atomic_write, get_base_dir, write_json
+from nanochat.common import COMPUTE_DTYPE, DTYPES, atomic_write, get_base_dir, progress, write_json
 from nanochat.dataset import parquets_iter_batched
 from nanochat.export import load_exported
 from nanochat.gpt import config_to_dict
@@ -37,24 +37,28 @@ def load(args):
     return Path(args.export).resolve().name, model, tokenizer, facts
 
 
-def read_text(path) -> str:
-    """The text of --text; ValueError when it is no text, or none is in it."""
+def read_text(path) -> tuple[str, str]:
+    """(name, text) of the file --text; ValueError when it is no text, or none is in it."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"--text {path} is not UTF-8 text ({error.reason} at byte {error.start})") from error
     if not text.strip():
         raise ValueError(f"--text {path} is empty")
-    return text
+    return Path(path).name, text
 
 
 def counted(tokenizer, text, limit):
-    """({text, tokens, cut}, counts (V,)) over `text`, else the training split; without one ({missing: why}, None)."""
+    """({text, tokens, cut}, counts (V,)) over `text`, a (name, text), else over the training split.
+
+    ({missing: why}, None) where there is neither. At most `limit` tokens of the training split, -1 = all.
+    """
     if text is not None:
-        counts, total, cut = bank.count_tokens([[text]], tokenizer, -1)
-        return {"text": "--text", "tokens": total, "cut": cut}, counts
+        counts, total, cut = bank.count_tokens([[text[1]]], tokenizer, -1)
+        return {"text": text[0], "tokens": total, "cut": cut}, counts
+    documents = progress(parquets_iter_batched("train"), desc="counting tokens", unit="group", leave=False)
     try:
-        counts, total, cut = bank.count_tokens(parquets_iter_batched("train"), tokenizer, limit)
+        counts, total, cut = bank.count_tokens(documents, tokenizer, limit)
     except ValueError as error:
         return {"missing": f"{error}; or give --text FILE"}, None
     return {"text": "training text", "tokens": total, "cut": cut}, counts
@@ -69,7 +73,7 @@ def norm_rows(tokenizer, length, text):
         except ValueError:
             return None, []
     else:
-        name, texts = "--text", [text]
+        name, texts = text[0], [text[1]]
     ids = [i for row in tokenizer.encode(texts, prepend=tokenizer.get_bos_token_id(), num_threads=2) for i in row]
     return name, [ids[i : i + length] for i in range(0, min(len(ids), NORM_ROWS * length), length)]
 
@@ -250,7 +254,7 @@ def movement_lines(found, counted) -> list[str]:
         lines.append(f"  frequencies over {counted['tokens']:,} tokens of {counted['text']}{cut}")
     for table in found["tables"]:
         bins = [[count_range(b), f"{b['count']:,}", *numbers(b)] for b in table["bins"] or ()]
-        lines += ["", f"  {table['table']}, {layers_of(table)}; rows that did not move: {table['unmoved']:,}"]
+        lines += ["", f"  {table['table']}, {layers_of(table)}; {table['unmoved']:,} rows exactly where they began"]
         heads = ["times seen", "rows", "mean", "25%", "50%", "75%"]
         lines += table_lines(heads, [*bins, ["all", f"{table['rows']['count']:,}", *numbers(table["rows"])]])
     return lines
@@ -367,7 +371,11 @@ def parse_args(argv=None):
     )  # fmt: skip
     parser.add_argument("--step", type=int, default=None, help="step to load (default: the newest)")
     parser.add_argument("--export", default=None, metavar="DIR", help="a folder written by bov_export, instead")
-    parser.add_argument("--words", default=None, help='words whose nearest rows to show, as in "war,peace,gold"')
+    parser.add_argument(
+        "--words",
+        default=None,
+        help='words whose nearest rows to show, as in "war,peace,gold"; each is read as after a space',
+    )
     parser.add_argument("--prompt", default=None, metavar="TEXT", help="text at whose end to show what each head reads")
     parser.add_argument("--text", default=None, metavar="FILE", help="text to count tokens and take values over "
                         "(default: the base directory's training text, and its validation text)")  # fmt: skip
@@ -389,9 +397,9 @@ def main(argv=None):
     sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 must not stop the report
     out, found, lines = inspect(args)
     shown = "\n".join(lines)
-    print(shown)
     with atomic_write(out / "inspect.txt", "w") as f:
         f.write(shown)
+    print(shown)
     if args.json is not None:
         write_json(args.json, found)
         print(f"json:    {args.json}")
