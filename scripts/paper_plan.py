@@ -85,7 +85,7 @@ def budget_flags(variants, budget, flops, tokens, common, tolerance=0.005) -> di
         wide = meta_model(_planned([*common, *found["baseline"], "--mlp-hidden", str(hidden)], ranks=1)[1])
         decay = args.weight_decay * scaling_params(wide) / scaling_params(base)
         found["baseline"] += ["--mlp-hidden", str(hidden), "--total-batch-size", str(plan.total_batch_size)]
-        found["baseline"] += ["--weight-decay", f"{decay:.6g}"]
+        found["baseline"] += ["--weight-decay", f"{decay:.10g}"]
     return found
 
 

@@ -1,0 +1,318 @@
+"""The paper's runs as scripts: what a dry run says on every budget, matched widths, failures by name, the numbers."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from nanochat.bov.presets import PRESETS
+from nanochat.plan import meta_model, plan_run
+from scripts import paper_plan
+from scripts.base_train import parser
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    tomllib = None
+
+ROOT = Path(__file__).resolve().parent.parent
+BUDGETS = ("flops", "tokens", "params")
+STEPS = {  # (depth, budget) -> baseline, BoV
+    (12, "flops"): (3766, 3838),
+    (12, "tokens"): (3766, 3766),
+    (12, "params"): (3766, 3766),
+    (24, "flops"): (7809, 7998),
+    (24, "tokens"): (95367, 95367),
+    (24, "params"): (7809, 7809),
+}
+# depth -> width, heads, batch; baseline and BoV: millions without tables, FLOPs a token, K+V bytes a token; table
+SIZES = {
+    12: (768, 6, 2**19, (135.3, 132.9), (759_693_312, 745_537_536), (36_864, 30_720), 100_663_296),
+    24: (1536, 12, 2**20, (780.1, 761.3), (4_775_215_104, 4_661_968_896), (147_456, 122_880), 402_653_184),
+}
+NO_BASH = pytest.mark.skipif(shutil.which("bash") is None, reason="no bash on this machine")
+
+
+def script(depth, **env):
+    names = ("NANOCHAT_BASE_DIR", "NANOCHAT_DTYPE", "SMOKE", "SEEDS", "VARIANTS", "BUDGET", "WANDB_RUN", "NPROC")
+    clean = {k: v for k, v in os.environ.items() if k not in names and not k.startswith("PET_")}
+    clean["CUDA_VISIBLE_DEVICES"] = ""  # the same on machines with and without GPUs
+    return subprocess.run(
+        ["bash", str(ROOT / f"runs/bov_d{depth}.sh")], env=clean | env, capture_output=True, text=True, timeout=120,
+        check=False,
+    )  # fmt: skip
+
+
+@cache
+def dry_run(depth, budget):
+    """stdout of a dry run on 8 H100 (whatever is here) with the tests' own Python."""
+    done = script(depth, NANOCHAT_PYTHON=sys.executable, DRY_RUN="1", BUDGET=budget)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def plans(text):
+    return [json.loads(line) for line in text.splitlines() if line.startswith('{"model_config"')]
+
+
+# ---------------------------------------------------------------------------- dry runs
+
+
+@NO_BASH
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("depth", SIZES)
+def test_dry_run_prints_the_papers_sizes(depth, budget):
+    width, heads, batch, params, flops, kv, tables = SIZES[depth]
+    found = plans(dry_run(depth, budget))
+    assert [plan["num_iterations"] for plan in found] == list(STEPS[depth, budget])
+    assert [plan["total_tokens"] for plan in found] == [steps * batch for steps in STEPS[depth, budget]]
+    assert [plan["num_params"]["value_tables"] for plan in found] == [0, tables]
+    assert [plan["kv_bytes_per_token"] for plan in found] == list(kv)
+    for plan in found:
+        assert (plan["model_config"]["n_embd"], plan["model_config"]["n_head"]) == (width, heads)
+        assert plan["total_batch_size"] == batch
+        assert plan["weight_decay"] == pytest.approx(0.28 if depth == 12 else 0.0597, rel=1e-3)
+    own = found[1:] if budget == "params" else found  # there the baseline is wider
+    assert [round(p["num_params"]["without_tables"] / 1e6, 1) for p in own] == list(params[-len(own) :])
+    assert [p["flops_per_token"] for p in own] == list(flops[-len(own) :])
+
+
+@NO_BASH
+@pytest.mark.parametrize("depth", SIZES)
+def test_params_budget_matches_total_parameters(depth):
+    baseline, bov = plans(dry_run(depth, "params"))
+    totals = [plan["num_params"]["total"] for plan in (baseline, bov)]
+    assert abs(totals[0] / totals[1] - 1) <= 0.005
+    assert baseline["model_config"]["mlp_hidden"] % 128 == 0
+    assert baseline["lr"] == bov["lr"] and baseline["weight_decay"] == pytest.approx(bov["weight_decay"], rel=1e-9)
+
+
+@NO_BASH
+def test_dry_run_prints_every_command_memory_and_hours():
+    text = dry_run(24, "flops")
+    wanted = [f"d24_flops_{variant}_s{seed}" for seed in (0, 1, 2) for variant in ("baseline", "bov")]
+    trained = re.findall(r"torchrun .*--nproc_per_node=8 -m -- scripts.base_train --model-tag (\S+)", text)
+    assert trained == wanted
+    assert re.findall(r"scripts.base_eval --model-tag (\S+)", text) == wanted
+    for part in ("nanochat.dataset --source climbmix -n 10\n", "scripts.tok_train --vocab-size 32768", "bov_report"):
+        assert part in text, part
+    assert len(re.findall(r"^memory .* GiB a rank", text, re.M)) == 2
+    assert len(re.findall(r"^time .* 8 x H100, 989 TFLOP/s each at an assumed MFU of 40%", text, re.M)) == 2
+    assert all(plan["train_bytes_per_rank"] > 2**30 for plan in plans(text))
+    (shards,) = re.findall(r"climbmix -n (\d+) &", text)
+    assert max(plan["shards"] for plan in plans(text)) <= int(shards) <= 1.06 * max(p["shards"] for p in plans(text))
+
+
+@NO_BASH
+def test_models_differ_in_preset_and_horizon_only():
+    lines = [line for line in dry_run(12, "tokens").splitlines() if "scripts.base_train" in line][:2]
+    one, two = (line.split() for line in lines)
+    assert [(a, b) for a, b in zip(one, two, strict=True) if a != b] == [
+        ("d12_tokens_baseline_s0", "d12_tokens_bov_s0"),
+        ("paper/baseline", "paper/bov"),
+    ]
+
+
+@NO_BASH
+def test_dry_run_without_any_environment(tmp_path):
+    base = tmp_path / "base"
+    done = script(12, DRY_RUN="1", NANOCHAT_PYTHON="/nowhere/python", NANOCHAT_BASE_DIR=str(base), SEEDS="7")
+    assert done.returncode == 0, done.stderr
+    assert "once set-up has run" in done.stdout and "d12_flops_bov_s7" in done.stdout and not base.exists()
+
+
+@NO_BASH
+@pytest.mark.parametrize(
+    "env, message",
+    [
+        ({"BUDGET": "steps"}, "BUDGET=steps: use flops, tokens or params"),
+        ({"PET_NNODES": "2"}, "set PET_NODE_RANK too, 0 to 1"),
+        ({"PET_NNODES": "1:4"}, "PET_NNODES=1:4"),
+    ],
+    ids=["unknown budget", "nodes without ranks", "elastic nodes"],
+)
+def test_wrong_settings_are_named(env, message):
+    done = script(12, DRY_RUN="1", NANOCHAT_PYTHON="/nowhere/python", **env)
+    assert done.returncode == 2 and message in done.stderr
+
+
+def test_unknown_variant_is_named():
+    with pytest.raises(SystemExit, match="'paper/bof'"):
+        paper_plan.main(["--flops", "1e18", "--variants", "baseline paper/bof", "--", "--vocab-size", "32768"])
+
+
+@NO_BASH
+def test_two_nodes_meet_by_torchruns_variables():
+    common = dict(DRY_RUN="1", NANOCHAT_PYTHON="/nowhere/python", NPROC="4", PET_NNODES="2", SEEDS="0")
+    first, second = (script(24, PET_NODE_RANK=rank, **common).stdout for rank in "01")
+    for text in (first, second):
+        assert "WORLD_SIZE=8" in text and "torchrun --nproc_per_node=4 -m -- scripts.base_train" in text
+    assert "nanochat.dataset" in first and "bov_report" in first
+    assert "nanochat.dataset" not in second and "bov_report" not in second and "waiting for node 0" in second
+
+
+@NO_BASH
+@pytest.mark.parametrize("visible, ranks", [("0,1,2,3,4,5,6,7", 8), ("0,1,2,3,4,5", 4), ("3", 1)])
+def test_ranks_are_visible_gpus_that_divide_the_batch(tmp_path, visible, ranks):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho NVIDIA H200\n")
+    tool.chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    done = script(12, DRY_RUN="1", NANOCHAT_PYTHON="/nowhere/python", PATH=path, CUDA_VISIBLE_DEVICES=visible)
+    assert f"--nproc_per_node={ranks} " in done.stdout and "--gpu NVIDIA\\ H200" in done.stdout
+
+
+# ---------------------------------------------------------------------------- runs with a stand-in for Python
+
+
+@pytest.fixture
+def stand_in(tmp_path):
+    """A Python that writes what it is asked into a log, plans two runs, trains the ones it is not told to fail."""
+    log, python = tmp_path / "calls.txt", tmp_path / "python"
+    python.write_text(
+        f"""#!/bin/bash
+echo "$*" >>"{log}"
+case "$*" in
+*paper_plan*) printf 'shards\\t1\\nflags\\tbaseline\\t--preset a\\nflags\\tbov\\t--preset b\\n' ;;
+*"${{FAIL:-nothing}}"*) exit 7 ;;
+*base_train*)
+    tag=$(sed 's/.*--model-tag \\([^ ]*\\).*/\\1/' <<<"$*")
+    dir=$NANOCHAT_BASE_DIR/base_checkpoints/$tag
+    mkdir -p "$dir"
+    if [ -f "$dir/DONE.json" ]; then exit 0; fi
+    for step in 08 24; do touch "$dir"/{{model_0000$step.pt,meta_0000$step.json,optim_0000${{step}}_rank0.pt}}; done
+    touch "$dir/DONE.json" ;;
+*tok_train*) mkdir -p "$NANOCHAT_BASE_DIR/tokenizer" ;;
+esac
+"""
+    )
+    python.chmod(0o755)
+
+    def call(**env):
+        log.unlink(missing_ok=True)
+        base = dict(SMOKE="1", NANOCHAT_PYTHON=str(python), NANOCHAT_BASE_DIR=str(tmp_path / "base"))
+        done = script(24, **base, **env)
+        return done, log.read_text().splitlines()
+
+    return call, tmp_path / "base"
+
+
+@NO_BASH
+def test_failed_variant_is_named_and_the_others_go_on(stand_in):
+    call, _ = stand_in
+    done, calls = call(FAIL="--model-tag d24_flops_baseline")
+    assert done.returncode == 1
+    assert "FAILED: training d24_flops_baseline_s0" in done.stderr and "bov_s0 FAILED" not in done.stderr
+    assert any("d24_flops_bov_s0" in line and "base_train" in line for line in calls)
+    assert "d24_flops_baseline_s0" not in next(line for line in calls if "bov_report" in line)
+
+
+@NO_BASH
+def test_failed_evaluation_is_named(stand_in):
+    done, calls = stand_in[0](FAIL="base_eval --model-tag d24_flops_bov")
+    assert done.returncode == 1 and "FAILED: evaluation d24_flops_bov_s0" in done.stderr
+    assert any("bov_report" in line for line in calls)
+
+
+@NO_BASH
+def test_failed_data_ends_the_run(stand_in):
+    done, calls = stand_in[0](FAIL="nanochat.dataset")
+    assert done.returncode == 7 and not any("base_train" in line for line in calls)
+
+
+@NO_BASH
+def test_finished_run_keeps_its_last_step_alone(stand_in):
+    call, base = stand_in
+    done, _ = call()
+    assert done.returncode == 0, done.stderr
+    found = {path.name for path in (base / "base_checkpoints" / "d24_flops_bov_s0").iterdir()}
+    assert found == {"model_000024.pt", "meta_000024.json", "optim_000024_rank0.pt", "DONE.json"}
+
+
+@NO_BASH
+def test_result_without_its_checkpoint_is_not_evaluated(stand_in):
+    call, base = stand_in
+    call()
+    folder = base / "base_checkpoints" / "d24_flops_bov_s0"
+    for path in folder.glob("*.pt"):
+        path.unlink()
+    done, calls = call()
+    assert done.returncode == 0, done.stderr
+    assert [line.split("--model-tag ")[1].split()[0] for line in calls if "base_eval" in line] == [
+        "d24_flops_baseline_s0"
+    ]
+    assert "d24_flops_bov_s0" in next(line for line in calls if "bov_report" in line)
+
+
+# ---------------------------------------------------------------------------- pure functions
+
+
+@pytest.mark.parametrize("target", [135e6, 200e6, 233_570_333, 500e6])
+def test_matched_width_is_the_nearest_multiple(target):
+    total, layers, width = 135_266_329, 12, 768
+    hidden = paper_plan.matched_mlp_hidden(total, target, layers, width, tolerance=1)
+
+    def off(h):
+        return abs(total + (h - 4 * width) * 2 * layers * width - target)
+
+    assert hidden % 128 == 0 and off(hidden) <= min(off(hidden - 128), off(hidden + 128))
+
+
+def test_matched_width_counts_what_the_model_counts():
+    hidden = paper_plan.matched_mlp_hidden(135_266_329, 233_570_333, 12, 768)
+    flags = ["--preset", "paper/baseline", "--depth", "12", "--target-flops", "1.5e18", "--mlp-hidden", str(hidden)]
+    config, _ = plan_run(parser().parse_args(flags), 32768, 1)
+    total = meta_model(config).num_scaling_params()["total"]
+    assert total == 135_266_329 + (hidden - 3072) * 2 * 12 * 768
+    assert abs(total / 233_570_333 - 1) <= 0.005
+
+
+def test_matched_width_that_misses_is_refused():
+    with pytest.raises(ValueError, match="--mlp-hidden .* misses"):
+        paper_plan.matched_mlp_hidden(850_000, 967_000, 3, 128)
+
+
+def test_hours_from_flops():
+    assert paper_plan.hours(8 * 1e15 * 0.4 * 3600, gpus=8, peak=1e15) == pytest.approx(1)
+
+
+# ---------------------------------------------------------------------------- the paper's numbers
+
+
+@pytest.fixture(scope="module")
+def paper():
+    if tomllib is None:
+        tomli = pytest.importorskip("tomli")
+        return tomli.loads((ROOT / "runs/paper.toml").read_text())
+    return tomllib.loads((ROOT / "runs/paper.toml").read_text())
+
+
+def test_every_row_names_a_preset(paper):
+    rows = [row for table in ("table1", "table2", "table3", "figure2") for row in paper[table]["rows"]]
+    names = [row["preset"] for row in rows] + paper["figure5b"]["presets"]
+    assert len(paper["table1"]["rows"]) == 13 and set(names) <= set(PRESETS)
+
+
+def test_every_table_has_its_page(paper):
+    for name, table in paper.items():
+        assert name == "source" or re.search(r"p\. \d+", table["where"]), name
+
+
+def test_budgets_of_the_scripts_are_the_papers(paper):
+    for depth, table in ((12, "table1"), (24, "table3")):
+        text = (ROOT / f"runs/bov_d{depth}.sh").read_text()
+        assert float(re.search(r"^FLOPS=(\S+)", text, re.M)[1]) == paper[table]["flops"]
+        assert paper[table]["n_layer"] == depth
+    assert float(re.search(r"^TOKENS=(\S+)", text, re.M)[1]) == paper["table2"]["tokens"]
+
+
+def test_flops_of_equal_tokens_follow_from_the_plan(paper):
+    found = plans(dry_run(24, "tokens"))
+    for row, plan in zip(paper["table2"]["rows"], found, strict=True):
+        assert plan["total_flops"] == pytest.approx(row["flops"], rel=2e-3)
