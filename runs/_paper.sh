@@ -7,10 +7,11 @@
 #   SEEDS="0 1 2" VARIANTS="baseline bov fig5b/shared"   what to train; any preset's name
 #   WANDB_RUN=name, DEVICE_BATCH=16, SAVE_EVERY=500, NPROC=4, NANOCHAT_BASE_DIR=/some/folder   as one likes
 # More nodes: torchrun's variables PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR, PET_MASTER_PORT on each of them, and one
-# NANOCHAT_BASE_DIR that all share; node 0 fetches the data, evaluates and reports.
+# NANOCHAT_BASE_DIR that all share; node 0 fetches the data, evaluates and reports. Where they share this folder too, run
+# setup.sh on one of them first.
 
 if [ $# -gt 0 ]; then # there are no arguments; show the lines above
-    sed -n '3,10s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    sed -n '3,11s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
     trap - EXIT
     exit 2
 fi
@@ -63,13 +64,14 @@ visible_gpus() {
 }
 
 GPU=H100 # of the hours to expect
+if [ $DEVICE = cpu ]; then GPU=cpu; fi
 NNODES=${PET_NNODES:-1} NODE=${PET_NODE_RANK:-0}
 [[ $NNODES =~ ^[0-9]+$ ]] || die "PET_NNODES=$NNODES: use a fixed number of nodes"
 if [ "$NNODES" -gt 1 ] && [ -z "${PET_NODE_RANK:-}" ]; then die "PET_NNODES=$NNODES: set PET_NODE_RANK too, 0 to $((NNODES - 1))"; fi
 NPROC=${NPROC:-${PET_NPROC_PER_NODE:-}}
 gpus=$(visible_gpus)
-if [ "$gpus" -gt 0 ]; then
-    GPU=$(nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1)
+if [ $DEVICE = cuda ] && [ "$gpus" -gt 0 ]; then
+    GPU=$(nvidia-smi --query-gpu=name --format=csv,noheader | sed -n 1p)
     if [ -z "$NPROC" ]; then # the largest power of two: it divides the batch
         NPROC=1
         while [ $((NPROC * 2)) -le "$gpus" ]; do NPROC=$((NPROC * 2)); done
@@ -80,9 +82,9 @@ else
     die "no GPU found (nvidia-smi): DRY_RUN=1 shows the plan, SMOKE=1 runs all stages in miniature on a CPU"
 fi
 
-LOCAL=(--standalone --nnodes=1 "--nproc_per_node=$NPROC")
-EVERYWHERE=("${LOCAL[@]}")
-if [ "$NNODES" -gt 1 ]; then EVERYWHERE=("--nproc_per_node=$NPROC"); fi # the rest from PET_*
+EVERYWHERE=("--nproc_per_node=$NPROC" --shutdown-timeout=300) # seconds to save after a signal; the rest from PET_*
+LOCAL=(--standalone --nnodes=1 "${EVERYWHERE[@]}")
+if [ "$NNODES" -eq 1 ]; then EVERYWHERE=("${LOCAL[@]}"); fi
 
 # Where util-linux is there, no process outlives the one that started it, however that one ends.
 TIE=()
@@ -111,7 +113,8 @@ ranks() { # ranks RANKS -- MODULE FLAG...: RANKS are flags of torchrun, which ta
 
 # ---------------------------------------------------------------------------- steps
 
-common=(--depth "$DEPTH" --vocab-size "$VOCAB_SIZE" --muon paper --device-batch-size "$DEVICE_BATCH" ${shape[@]+"${shape[@]}"})
+common=(--depth "$DEPTH" --vocab-size "$VOCAB_SIZE" --muon paper --device-batch-size "$DEVICE_BATCH" --save-every "$SAVE_EVERY"
+    ${shape[@]+"${shape[@]}"})
 
 one_at_a_time() { # a runner killed on the spot may leave something at work for a moment
     if [ "$DRY_RUN" = 1 ] || ! command -v flock >/dev/null; then return; fi
@@ -195,7 +198,7 @@ train_variant() { # train_variant VARIANT SEED FLAGS
     if [ -n "${WANDB_RUN:-}" ]; then wandb=$WANDB_RUN-$tag; fi
     ranks "${EVERYWHERE[@]}" -- scripts.base_train --model-tag "$tag" --resume auto --run "$wandb" --seed "$2" \
         "${common[@]}" "${flags[@]}" --device-type $DEVICE --eval-every $EVAL_EVERY --eval-tokens $EVAL_TOKENS \
-        --save-every "$SAVE_EVERY" --core-metric-every=-1 --sample-every=-1 || return
+        --core-metric-every=-1 --sample-every=-1 || return
     if [ "$DRY_RUN" = 1 ] || [ "$NODE" != 0 ]; then return; fi
     drop_older_steps "$CHECKPOINTS/$tag"
 }
@@ -224,8 +227,9 @@ evaluate_variant() { # evaluate_variant TAG: once; not where a result came witho
             return
         fi
     fi
-    ranks "${LOCAL[@]}" -- scripts.base_eval --model-tag "$1" --eval $EVAL --split-tokens $EVAL_TOKENS \
-        --device-batch-size "$DEVICE_BATCH" --device-type $DEVICE
+    local command=(scripts.base_eval --model-tag "$1" --eval "$EVAL" --split-tokens "$EVAL_TOKENS"
+        --device-batch-size "$DEVICE_BATCH" --device-type "$DEVICE")
+    if [ $DEVICE = cpu ]; then py -m "${command[@]}"; else ranks "${LOCAL[@]}" -- "${command[@]}"; fi
 }
 
 # ---------------------------------------------------------------------------- the run
@@ -235,7 +239,7 @@ REPORT=$REPORT/$BUDGET
 one_at_a_time
 
 stage "set-up"
-if [ "$NODE" = 0 ] || [ ! -d .venv ]; then need_setup; fi
+need_setup
 
 stage "plan: BUDGET=$BUDGET on $NNODES node(s) of $NPROC rank(s)"
 make_plan

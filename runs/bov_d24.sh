@@ -8,7 +8,7 @@ DEPTH=24
 FLOPS=3.91e19 # of BUDGET=flops
 TOKENS=1e11 # of BUDGET=tokens
 DEVICE_BATCH=${DEVICE_BATCH:-16}
-SAVE_EVERY=${SAVE_EVERY:-1000}
+if [ "${BUDGET:-flops}" = tokens ]; then SAVE_EVERY=${SAVE_EVERY:-5000}; else SAVE_EVERY=${SAVE_EVERY:-1000}; fi
 
 # shellcheck source=runs/_paper.sh
 source "$ROOT/runs/_paper.sh"

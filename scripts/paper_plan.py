@@ -104,7 +104,10 @@ def describe(variant, flags, args, seeds, gpu, ranks):
     )
     print(f"cache      {summary['kv_bytes_per_token']:,} bytes of K and V a token, ids apart")
     print(f"data       {summary['expected_epochs']:.2f} epochs of {data}")
-    print(f"checkpoint {saved / 1e9:.1f} GB a saved step")
+    saves = -(-plan.num_iterations // args.save_every) if args.save_every > 0 else 1
+    print(
+        f"checkpoint {saved / 1e9:.1f} GB, {saves} of them ({saves * saved / 1e9:.0f} GB) while the run lasts, then one"
+    )
     print(f"a rank     {gib} GiB; activations come on top and grow with --device-batch-size")
     print(f"time       {expected_time(plan.total_flops, seeds, gpu, ranks)}")
     dry_run(args)

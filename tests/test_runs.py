@@ -97,7 +97,7 @@ def test_params_budget_matches_total_parameters(depth):
 def test_dry_run_prints_every_command_memory_and_hours():
     text = dry_run(24, "flops")
     wanted = [f"d24_flops_{variant}_s{seed}" for seed in (0, 1, 2) for variant in ("baseline", "bov")]
-    trained = re.findall(r"torchrun .*--nproc_per_node=8 -m -- scripts.base_train --model-tag (\S+)", text)
+    trained = re.findall(r"torchrun .*--nproc_per_node=8 .*scripts.base_train --model-tag (\S+)", text)
     assert trained == wanted
     assert re.findall(r"scripts.base_eval --model-tag (\S+)", text) == wanted
     for part in ("nanochat.dataset --source climbmix -n 10\n", "scripts.tok_train --vocab-size 32768", "bov_report"):
@@ -152,7 +152,10 @@ def test_two_nodes_meet_by_torchruns_variables():
     common = dict(DRY_RUN="1", NANOCHAT_PYTHON="/nowhere/python", NPROC="4", PET_NNODES="2", SEEDS="0")
     first, second = (script(24, PET_NODE_RANK=rank, **common).stdout for rank in "01")
     for text in (first, second):
-        assert "WORLD_SIZE=8" in text and "torchrun --nproc_per_node=4 -m -- scripts.base_train" in text
+        assert (
+            "WORLD_SIZE=8" in text
+            and "torchrun --nproc_per_node=4 --shutdown-timeout=300 -m -- scripts.base_train" in text
+        )
     assert "nanochat.dataset" in first and "bov_report" in first
     assert "nanochat.dataset" not in second and "bov_report" not in second and "waiting for node 0" in second
 
