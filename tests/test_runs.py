@@ -57,6 +57,14 @@ def dry_run(depth, budget):
     return done.stdout
 
 
+def gpu_path(folder):
+    """PATH with an nvidia-smi that names an H200; CUDA_VISIBLE_DEVICES says how many there are."""
+    tool = folder / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho NVIDIA H200\n")
+    tool.chmod(0o755)
+    return f"{folder}{os.pathsep}{os.environ['PATH']}"
+
+
 def plans(text):
     return [json.loads(line) for line in text.splitlines() if line.startswith('{"model_config"')]
 
@@ -163,11 +171,9 @@ def test_two_nodes_meet_by_torchruns_variables():
 @NO_BASH
 @pytest.mark.parametrize("visible, ranks", [("0,1,2,3,4,5,6,7", 8), ("0,1,2,3,4,5", 4), ("3", 1)])
 def test_ranks_are_visible_gpus_that_divide_the_batch(tmp_path, visible, ranks):
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho NVIDIA H200\n")
-    tool.chmod(0o755)
-    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    done = script(12, DRY_RUN="1", NANOCHAT_PYTHON="/nowhere/python", PATH=path, CUDA_VISIBLE_DEVICES=visible)
+    done = script(
+        12, DRY_RUN="1", NANOCHAT_PYTHON="/nowhere/python", CUDA_VISIBLE_DEVICES=visible, PATH=gpu_path(tmp_path)
+    )
     assert f"--nproc_per_node={ranks} " in done.stdout and "--gpu NVIDIA\\ H200" in done.stdout
 
 
@@ -182,8 +188,8 @@ def stand_in(tmp_path):
         f"""#!/bin/bash
 echo "$*" >>"{log}"
 case "$*" in
-*paper_plan*) printf 'shards\\t1\\nflags\\tbaseline\\t--preset a\\nflags\\tbov\\t--preset b\\n' ;;
-*"${{FAIL:-nothing}}"*) exit 7 ;;
+*paper_plan*) printf 'shards\\t77\\nflags\\tbaseline\\t--preset a\\nflags\\tbov\\t--preset b\\n' ;;
+*"${{FAIL:-nothing}}"*) echo "no such luck" >&2; exit 7 ;;
 *base_train*)
     tag=$(sed 's/.*--model-tag \\([^ ]*\\).*/\\1/' <<<"$*")
     dir=$NANOCHAT_BASE_DIR/base_checkpoints/$tag
@@ -200,7 +206,7 @@ esac
     def call(**env):
         log.unlink(missing_ok=True)
         base = dict(SMOKE="1", NANOCHAT_PYTHON=str(python), NANOCHAT_BASE_DIR=str(tmp_path / "base"))
-        done = script(24, **base, **env)
+        done = script(24, **base | env)
         return done, log.read_text().splitlines()
 
     return call, tmp_path / "base"
@@ -227,6 +233,13 @@ def test_failed_evaluation_is_named(stand_in):
 def test_failed_data_ends_the_run(stand_in):
     done, calls = stand_in[0](FAIL="nanochat.dataset")
     assert done.returncode == 7 and not any("base_train" in line for line in calls)
+
+
+@NO_BASH
+def test_failed_download_behind_the_tokenizer_ends_the_run(stand_in, tmp_path):
+    done, calls = stand_in[0](FAIL="-n 77", SMOKE="0", CUDA_VISIBLE_DEVICES="0", PATH=gpu_path(tmp_path))
+    assert done.returncode == 1 and "no such luck" in done.stderr
+    assert any("tok_train" in line for line in calls) and not any("base_train" in line for line in calls)
 
 
 @NO_BASH
