@@ -22,6 +22,8 @@ from nanochat.common import (
     file_sha256,
     get_base_dir,
     get_dist_info,
+    is_ddp_requested,
+    leave,
     print0,
     progress,
     write_json,
@@ -211,3 +213,5 @@ if __name__ == "__main__":
         sys.exit(f"base_eval: {error}")
     except KeyboardInterrupt:
         sys.exit("\nbase_eval: stopped")
+    if is_ddp_requested():
+        leave()
