@@ -5,13 +5,16 @@
     python -m patches.apply CHECKOUT --reverse  take it out, to the byte
 
 Everything happens in a temporary repository first. The checkout is written to once, after the whole series went in and
-every file of it compiles; then `git diff` in the checkout shows what was done.
+every file of it compiles; then `git diff` in the checkout shows what was done. What it held is kept until that is done:
+a run that fails puts it back, and after one that was killed the next run does.
 """
 
 import argparse
+import os
 import sys
 from dataclasses import dataclass
 
+from patches.journal import Journal
 from patches.series import paths, upstream, variants
 from patches.workspace import Refused, Workspace, git, root_of
 
@@ -62,6 +65,8 @@ def backward(workspace, before) -> Outcome:
                 f"{path} is not the one of this series: take it out with the version of this repository that put it "
                 "in, or restore that file first"
             )
+    if (rest := _new_files_alone(workspace, before)) is not None:
+        return Outcome(before, rest, True, ())
     refusals = []
     for patches in variants():
         tree = before
@@ -77,6 +82,19 @@ def backward(workspace, before) -> Outcome:
         except Refused as refusal:
             refusals.append(refusal)
     raise refusals[0]
+
+
+def _new_files_alone(workspace, before):
+    """The tree without the new files where no hook is in (git stash leaves that behind), None where hooks are."""
+    workspace.load(before)
+    for path, new in paths(variants()[0]).items():
+        if new:
+            workspace.git("update-index", "--force-remove", path)
+    rest = workspace.tree()
+    try:
+        return rest if forward(workspace, rest).after != before else None
+    except Refused:
+        return None
 
 
 def _last_blobs(patches):
@@ -97,9 +115,16 @@ def _compile(workspace, tree, files):
 
 def refuse_dirty(checkout):
     """Refused when tracked files differ from HEAD, or when a new file of the series would overwrite one."""
-    there = [path for path, new in paths(variants()[0]).items() if new and (checkout / path).exists()]
-    if there:
-        raise Refused(f"{there[0]} is there already: is the series applied? (--reverse takes it out)")
+    for path, new in paths(variants()[0]).items():
+        if new and os.path.lexists(checkout / path):
+            raise Refused(
+                f"{path} is there already: is the series applied? --reverse takes it out; after a git stash, "
+                "git stash pop brings its other lines back"
+            )
+        odd = [p for p in (checkout / path).parents if p.is_relative_to(checkout) and p != checkout]
+        odd = [p for p in odd if os.path.lexists(p) and (p.is_symlink() or not p.is_dir())]
+        if odd or (not new and (checkout / path).is_symlink()):
+            raise Refused(f"{odd[0] if odd else checkout / path} is not a plain {'folder' if odd else 'file'}")
     dirty = git(checkout, "status", "--porcelain", "--untracked-files=no").stdout.splitlines()
     if dirty:
         raise Refused(
@@ -108,10 +133,26 @@ def refuse_dirty(checkout):
 
 
 def write(workspace, outcome):
-    """Bring the checkout's working tree from outcome.before to outcome.after in one git apply."""
+    """Bring the checkout's working tree from outcome.before to outcome.after, or leave it as it was."""
     words = ["diff", "--binary", "--full-index", "--no-renames", outcome.before, outcome.after]
     change = workspace.git(*words).stdout.encode("utf-8", "surrogateescape")
-    git(workspace.checkout, "apply", "--whitespace=nowarn", "-", stdin=change)
+    journal = Journal(workspace.checkout)
+    journal.keep(paths(variants()[0]))
+    try:
+        git(workspace.checkout, "apply", "--whitespace=nowarn", "-", stdin=change)
+    except BaseException:
+        journal.restore()
+        raise
+    journal.drop()
+
+
+def recover(checkout, check):
+    """Put back what a run that was killed while it wrote had kept."""
+    journal = Journal(checkout)
+    if check and journal.file.exists():
+        raise Refused("an earlier run was killed while it wrote: run again without --check to put back what was there")
+    if journal.restore():
+        print("an earlier run was killed while it wrote: the checkout is again as it was before that run")
 
 
 def say(checkout, outcome, reverse, check):
@@ -133,6 +174,7 @@ def main(argv=None) -> int:
     args = parser.parse_args(argv)
     try:
         checkout = root_of(args.checkout)
+        recover(checkout, args.check)
         if not args.reverse:
             refuse_dirty(checkout)
         with Workspace(checkout) as workspace:
@@ -145,6 +187,9 @@ def main(argv=None) -> int:
     except Refused as refusal:
         print(f"nothing was changed.\n{refusal}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("stopped; nothing was changed", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

@@ -179,6 +179,59 @@ def test_moved_checkout_is_merged_and_restored(tiny, name, committed, capsys):
     assert state(tiny)[0] == before
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, workspace.Refused("no room")], ids=["ctrl-c", "failure"])
+def test_writing_that_stops_leaves_the_checkout_as_it_was(tiny, error, monkeypatch, capsys):
+    before, real = state(tiny), apply.git
+
+    def half(folder, *words, **options):
+        if words[0] == "apply":
+            (tiny / "host.py").unlink()
+            (tiny / OURS).parent.mkdir(parents=True)
+            (tiny / OURS).write_text("half")
+            raise error
+        return real(folder, *words, **options)
+
+    monkeypatch.setattr(apply, "git", half)
+    assert apply.main([str(tiny)]) != 0
+    assert "nothing was changed" in capsys.readouterr().err and state(tiny) == before
+
+
+def test_after_a_kill_the_next_run_puts_back_what_was_there(tiny, capsys):
+    before = state(tiny)
+    kept = apply.Journal(tiny)
+    kept.keep(series.paths(series.variants()[0]))
+    (tiny / "host.py").unlink()
+    (tiny / OURS).parent.mkdir(parents=True)
+    (tiny / OURS).write_text("half")
+    broken = state(tiny)
+    assert apply.main([str(tiny), "--check"]) == 1 and state(tiny) == broken
+    assert "run again without --check" in capsys.readouterr().err
+    assert apply.main([str(tiny)]) == 0 and "as it was before that run" in capsys.readouterr().out
+    assert host_lines(tiny) == edited(LINES) and not kept.file.exists()
+    assert apply.main([str(tiny), "--reverse"]) == 0 and state(tiny) == before
+
+
+def test_what_a_stash_leaves_behind_is_taken_out(tiny, capsys):
+    before = state(tiny)
+    assert apply.main([str(tiny)]) == 0
+    git(tiny, "stash", "-q")
+    assert (tiny / OURS).exists() and host_lines(tiny) == LINES
+    assert apply.main([str(tiny)]) == 1 and "git stash pop" in capsys.readouterr().err
+    assert apply.main([str(tiny), "--reverse"]) == 0 and state(tiny) == before
+
+
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_something_in_the_way_of_a_folder_is_named(tiny, kind, capsys):
+    place = (tiny / OURS).parent
+    place.parent.mkdir(parents=True, exist_ok=True)
+    if kind == "file":
+        place.write_text("mine")
+    else:
+        place.symlink_to("/nowhere")
+    for flags in ((), ("--check",)):
+        assert "is not a plain folder" in refused(tiny, capsys, *flags)
+
+
 def test_git_alone_would_put_the_hunks_on_wrong_lines(tiny):
     """Why the tool exists: without context, plain git apply goes by line number."""
     commit(tiny, host=MOVES["lines inserted above"])
