@@ -1,10 +1,7 @@
-"""Decoding without a V cache against the full forward, attention written out, and the invariants of its bookkeeping."""
-
-import itertools
+"""Decoding without a V cache against the full forward and attention written out; what a step costs, and errors."""
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -13,13 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from models import build, legal_points
 from nanochat import gpt
 from nanochat.bov import decode, placement
-from nanochat.bov.compiled import Fused, compile_fused, cpp_compiler
 from nanochat.bov.decode import History
-from nanochat.bov.one_query import attend, scores, take, weigh, weigh_values
 from nanochat.bov.presets import preset
 from nanochat.engine import KVCache
 from nanochat.flash_attention import flash_attn_func
-from nanochat.linear import linear
 
 STRATEGIES = ("gather", "fused", "pooled", "auto")
 
@@ -212,234 +206,6 @@ def test_attend_equals_attention_written_out(lengths, vocab, heads, left, coeff,
             torch.testing.assert_close(y[b, 0], expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.fixture
-def loops():
-    """The two passes over memory in their compiled form."""
-    if cpp_compiler() is None:
-        pytest.skip("no C++ compiler here: nothing is compiled on a CPU without one")
-    assert compile_fused(dynamic=True) is None
-    yield
-    for part in Fused.every:
-        part.reset()
-
-
-def close(actual, expected, dtype):
-    bf16 = dtype == torch.bfloat16
-    scale = expected.abs().max().item()
-    torch.testing.assert_close(actual.double(), expected, rtol=0, atol=(6e-3 if bf16 else 1e-5) * scale + 1e-6)
-
-
-def check_scores(G):
-    generator = torch.Generator().manual_seed(G)
-    for T in (1, 70, 300):
-        q = torch.randn(2, 3, G, 8, generator=generator).bfloat16()
-        k = torch.randn(2, 3, 400, 8, generator=generator).bfloat16()[:, :, :T]
-        expected = (q.double() @ k.double().mT / 8**0.5).float()
-        torch.testing.assert_close(scores(q, k), expected, rtol=1e-5, atol=1e-4)
-
-
-@pytest.mark.parametrize("G", [1, 6])
-def test_scores_keep_fp32_over_bf16_keys(G, monkeypatch):
-    monkeypatch.setattr("nanochat.bov.one_query.PIECE", 2 * 3 * 8 * 32)  # several pieces, the last one short
-    check_scores(G)
-
-
-def test_compiled_scores_keep_fp32_over_bf16_keys(loops):
-    check_scores(1)
-    check_scores(2)
-
-
-def test_a_compiled_product_of_one_row_rounds_as_the_matmul_does(loops):
-    x, weight = torch.randn(1, 1, 96).bfloat16(), torch.randn(70, 96)
-    expected = x.double() @ weight.bfloat16().double().T
-    close(linear(x, weight), expected, torch.bfloat16)
-    rows = torch.randn(2, 1, 96).bfloat16()
-    assert torch.equal(linear(rows, weight), F.linear(rows, weight.bfloat16()))
-
-
-@settings(deadline=None, max_examples=40)
-@given(
-    B=st.integers(1, 3),
-    heads=st.sampled_from([(1, 1), (3, 2), (2, 5), (1, 8)]),
-    T=st.sampled_from([1, 7, 300, 1500]),
-    shared=st.booleans(),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    threads=st.sampled_from([1, 5]),
-)
-def test_weighted_sums_of_rows(B, heads, T, shared, dtype, threads):
-    """By index and of cached values, in every layout; with more threads than queries a sum is made in parts."""
-    (H, G), D, R = heads, 8, 50
-    generator = torch.Generator().manual_seed(T)
-    w = torch.rand(B, H, G, T, generator=generator)
-    table = torch.randn(R, H, D, generator=generator).to(dtype)
-    pool = torch.randn(H, R + 4, D, generator=generator).to(dtype)[:, :R].transpose(0, 1)
-    wide = torch.randn(R, H, D + 1, generator=generator).to(dtype)[..., :D]
-    index = torch.randint(0, R, (1 if shared else B, T), generator=generator)
-    cached = torch.randn(B, H, T + 3, D, generator=generator).to(dtype)[:, :, :T]
-    strided = torch.randn(B, T, H, D, generator=generator).to(dtype).transpose(1, 2)
-    odd = torch.randn(B, H, T, D + 1, generator=generator).to(dtype)[..., :D]
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        for rows in (table, pool, wide):
-            values = rows[index].transpose(1, 2)
-            assert torch.equal(take(rows, index.int()), rows[index])
-            close(weigh(w, rows, index), w.double() @ values.double(), dtype)
-        for v in (cached, strided, odd):
-            close(weigh_values(w, v), w.double() @ v.double(), dtype)
-            q = torch.randn(B, H * G, 1, D, generator=generator).to(dtype)
-            keys, values = (x.double().repeat_interleave(G, dim=1) for x in (cached, v))
-            expected = F.scaled_dot_product_attention(q.double(), keys, values)
-            close(attend(q, cached, v), expected, dtype)
-    finally:
-        torch.set_num_threads(before)
-
-
-# ---------------------------------------------------------------------------- slots and pools
-
-
-class Away(placement.OnHost):
-    """A table that is not on the device, and notes the ids it was asked for."""
-
-    def __init__(self, vocab, width=4):
-        self.embedding, self.fetched = torch.nn.Embedding(vocab, width), []
-        super().__init__(self.embedding, "cpu")
-
-    def fetch(self, ids):
-        self.fetched += ids.tolist()
-        return super().fetch(ids)
-
-
-class Here(placement.OnDevice):
-    """The same on the device."""
-
-    def __init__(self, vocab, width=4):
-        super().__init__(torch.nn.Embedding(vocab, width))
-        self.fetched = []
-
-    def fetch(self, ids):
-        self.fetched += ids.tolist()
-        return super().fetch(ids)
-
-
-def check_bookkeeping(history, table, rows):
-    """`rows`: the tokens of every row. Slots, map and pool say the same about them."""
-    distinct = set(itertools.chain(*rows))
-    pool = history.pool(table, 2)
-    for b, tokens in enumerate(rows):
-        slots = history.slots[b, : len(tokens)]
-        expected = table.embedding.weight[torch.tensor(tokens)].view(len(tokens), 2, -1)
-        assert torch.equal(pool[slots], expected)
-        assert history.ids[b, : len(tokens)].tolist() == list(tokens)
-        source, at = history.rows(table, 2)
-        assert torch.equal(source[at[b, : len(tokens)].long()], expected)
-    assert history.distinct == len(distinct) == len(pool)
-    assert set(history.pool_ids[: len(distinct)].tolist()) == distinct
-    assert (history.token_slot >= 0).sum() == len(distinct)
-    assert sorted(table.fetched) == sorted(distinct), "each row is fetched once"
-
-
-@settings(deadline=None, max_examples=60)
-@given(
-    vocab=st.integers(1, 40),
-    batch=st.integers(1, 3),
-    appends=st.lists(st.integers(1, 8), min_size=1, max_size=8),
-    look=st.lists(st.booleans(), min_size=8, max_size=8),
-    kind=st.sampled_from([Away, Here]),
-    seed=st.integers(0, 99),
-)
-@torch.no_grad()
-def test_slots_follow_appended_tokens(vocab, batch, appends, look, kind, seed):
-    generator = torch.Generator().manual_seed(seed)
-    history, table = History(batch, sum(appends), "cpu"), kind(vocab)
-    rows = [[] for _ in range(batch)]
-    for T, looks in zip(appends, look, strict=False):
-        ids = torch.randint(0, vocab, (batch, T), generator=generator)
-        history.append(ids)
-        for row, tokens in zip(rows, ids.tolist(), strict=True):
-            row += tokens
-        if looks:
-            check_bookkeeping(history, table, rows)
-    check_bookkeeping(history, table, rows)
-
-
-@pytest.mark.parametrize("kind", [Away, Here])
-@torch.no_grad()
-def test_slots_past_half_the_vocabulary_and_with_every_token_seen(kind):
-    history, table, tokens = History(1, 30, "cpu"), kind(20), [*range(11), 3, *range(11, 20), 3, 0]
-    for i, token in enumerate(tokens):
-        history.append(torch.tensor([[token]]))
-        if i in (9, 10, 11) or i > 18:
-            check_bookkeeping(history, table, [tokens[: i + 1]])
-    assert history.distinct == table.vocab
-
-
-@torch.no_grad()
-def test_reset_and_prefill_begin_anew():
-    one, table = History(1, 10, "cpu"), Away(100)
-    one.append(torch.tensor([[5, 7, 5]]))
-    check_bookkeeping(one, table, [[5, 7, 5]])
-    three = History(3, 10, "cpu")
-    three.prefill(one)
-    three.append(torch.tensor([[1], [7], [99]]))
-    table.fetched.clear()
-    check_bookkeeping(three, table, [[5, 7, 5, 1], [5, 7, 5, 7], [5, 7, 5, 99]])
-    one.append(torch.tensor([[7]]))
-    table.fetched[:] = [5, 7]
-    check_bookkeeping(one, table, [[5, 7, 5, 7]])
-    one.reset()
-    one.append(torch.tensor([[8]]))
-    table.fetched.clear()
-    check_bookkeeping(one, table, [[8]])
-
-
-@torch.no_grad()
-def test_pools_grow_in_few_steps():
-    history, table = History(1, 1000, "cpu"), Away(4000)
-    sizes = set()
-    for token in range(1000):
-        history.append(torch.tensor([[token]]))
-        sizes.add(history.pool(table, 2).untyped_storage().nbytes())
-    assert len(sizes) <= 12 and table.fetched == list(range(1000))
-    assert max(sizes) <= 1.6 * 1000 * table.width * 4
-
-
-@settings(deadline=None, max_examples=40)
-@given(
-    lengths=st.lists(st.integers(1, 6), min_size=1, max_size=3),
-    appends=st.lists(st.integers(1, 4), min_size=1, max_size=4),
-    seed=st.integers(0, 99),
-)
-def test_the_order_of_slots_does_not_depend_on_when_they_are_asked_for(lengths, appends, seed):
-    generator = torch.Generator().manual_seed(seed)
-    late, early = (History(len(lengths), 30, "cpu") for _ in range(2))
-    start = torch.randint(0, 9, (len(lengths), 6), generator=generator)
-    for history in (late, early):
-        for row, length in enumerate(lengths):
-            one = History(1, 6, "cpu")
-            one.append(start[row : row + 1, :length])
-            history.prefill_row(row, one)
-        history.settle(lengths)
-    for T in appends:
-        ids = torch.randint(0, 9, (len(lengths), T), generator=generator)
-        early.assign_slots(9)
-        for history in (late, early):
-            history.append(ids)
-    late.assign_slots(9)
-    assert early.assign_slots(9) == late.distinct and torch.equal(early.token_slot, late.token_slot)
-    for row, length in enumerate(late.lengths.tolist()):
-        assert torch.equal(early.slots[row, :length], late.slots[row, :length])
-
-
-def test_a_shared_table_has_one_pool_and_a_window_cuts_what_is_read():
-    model = build(**preset("fig5b/shared"), sequence_len=64, n_layer=6)
-    banks = [block.attn.bank for block in model.transformer.h[4:]]
-    assert banks[0].rows is banks[1].rows and banks[0].rows.weight is banks[0].table.weight
-    history = History(2, 100, "cpu")
-    history.append(torch.zeros(2, 90, dtype=torch.long))
-    assert [history.first_seen(1, window) for window in (-1, 0, 10, 200)] == [0, 89, 79, 0]
-
-
 # ---------------------------------------------------------------------------- what a step costs
 
 
@@ -516,6 +282,10 @@ def test_bank_layers_hold_no_value_bytes():
 # ---------------------------------------------------------------------------- choice and errors
 
 
+def table_of(vocab):
+    return placement.OnDevice(torch.nn.Embedding(vocab, 4))
+
+
 @pytest.mark.parametrize(
     ("strategy", "Tq", "length", "window", "chosen"),
     [
@@ -537,17 +307,17 @@ def test_the_choice_of_a_strategy(strategy, Tq, length, window, chosen):
     history = History(1, 5000, "cpu")
     history.append(torch.zeros(1, min(length, 5000), dtype=torch.long))
     history.settle([length])
-    assert decode.choose(strategy, torch.empty(1, Tq, 2, 4), history, window, Here(8)) == chosen
+    assert decode.choose(strategy, torch.empty(1, Tq, 2, 4), history, window, table_of(8)) == chosen
 
 
 def test_auto_stays_fused_while_most_tokens_are_new():
     history, q, n = History(1, 9000, "cpu"), torch.empty(1, 1, 2, 4), decode.POOLED_FROM
     history.append(torch.arange(n)[None])
-    assert decode.choose("auto", q, history, -1, Here(10000)) == "fused"
+    assert decode.choose("auto", q, history, -1, table_of(10000)) == "fused"
     history.append(torch.zeros(1, n - 1, dtype=torch.long))
-    assert decode.choose("auto", q, history, -1, Here(10000)) == "fused"
+    assert decode.choose("auto", q, history, -1, table_of(10000)) == "fused"
     history.append(torch.zeros(1, 1, dtype=torch.long))
-    assert decode.choose("auto", q, history, -1, Here(10000)) == "pooled"
+    assert decode.choose("auto", q, history, -1, table_of(10000)) == "pooled"
 
 
 def test_an_unknown_strategy_is_refused():
