@@ -177,7 +177,7 @@ class Layer:
         spent["bookkeeping"], (keys, pool) = clocked(self.device, bookkeeping)
         spent["scores"], s = clocked(self.device, lambda: scores(self.q[i].view(B, H, G, D), keys.transpose(1, 2)))
         spent["softmax"], p = clocked(self.device, lambda: s.softmax(-1))
-        spent["scatter"], w = clocked(self.device, lambda: decode._by_slot(p, history))
+        spent["scatter"], w = clocked(self.device, lambda: decode.by_slot(p, history))
         spent["product"], y = clocked(self.device, product)
         return y, spent
 

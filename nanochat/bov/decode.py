@@ -261,13 +261,13 @@ def _fused(q, k, table, history, window):
 def _pooled(q, k, table, history, window):
     """One sum of rows for the whole batch: its queries of one kv head side by side."""
     pool = history.pool(table, k.size(2))
-    w = _by_slot(_probabilities(q, k, history, 0, window), history)
+    w = by_slot(_probabilities(q, k, history, 0, window), history)
     B, H, G, U = w.shape
     y = weigh_values(w.transpose(0, 1).reshape(1, H, B * G, U), pool.transpose(0, 1)[None])
     return y.view(H, B, G, -1).transpose(0, 1).reshape(q.shape).to(q.dtype)
 
 
-def _by_slot(p, history):
+def by_slot(p, history):
     """Sums of p (B, H, G, T) over the positions of each slot -> (B, H, G, U)."""
     slots = history.slots[:, None, None, : p.size(3)].expand_as(p)
     return p.new_zeros(*p.shape[:3], history.distinct).scatter_add_(3, slots, p)
