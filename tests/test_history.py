@@ -40,7 +40,7 @@ class Here(placement.OnDevice):
 def check_bookkeeping(history, table, rows):
     """`rows`: the tokens of every row. Slots, map and pool say the same about them."""
     distinct = set(itertools.chain(*rows))
-    pool = history.pool(table, 2)
+    pool = history.pool(table, 2)[0].transpose(0, 1)
     for b, tokens in enumerate(rows):
         slots = history.slots[b, : len(tokens)]
         expected = table.embedding.weight[torch.tensor(tokens)].view(len(tokens), 2, -1)

@@ -323,6 +323,7 @@ def test_break_even_counts_everything_held(capsys):
     flags = "--context 32768 --window-pattern L --dtype bfloat16 --device-type cpu".split()
     U = 8549
     pool, row, projections, slot_map = 4 * (U + U // 4 + 64) * 768 * 2, 4 * 768 * 2, 4 * 768 * 768 * 4, 12 * 32768
+    pool += 4 * 6 * 4 * (U + 1)  # of each layer and head: where each row is, and the first
     for more, pools in (("auto", pool), ("fused", 0), ("auto --placement mmap", pool)):
         lines, found = run(capsys, *flags, "--strategy", *more.split())
         text, parts = "\n".join(lines), found["formula"]

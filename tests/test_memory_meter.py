@@ -136,8 +136,8 @@ def test_temporaries_of_an_attention_layer(dtype, way, heads, batch, monkeypatch
         history = decode.History(batch, T, "cpu", strategy)
         history.append((torch.arange(batch * T) % distinct).view(batch, T))
         options = dict(coeff=None, window=window, strategy=strategy, dense=flash_attn_func)
-        if way == "pooled":
-            history.pool(table, H)
+        if way == "pooled":  # pool and bags are kept
+            decode.attend(q, k, table, history, **options)
         with torch.inference_mode(), meter("cpu") as seen:
             if way == "cached":
                 flash_attn_func(q, k, k, causal=True, window_size=(window, 0))

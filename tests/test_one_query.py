@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanochat.bov.compiled import Fused, compile_fused, cpp_compiler
-from nanochat.bov.one_query import attend, scores, take, weigh, weigh_values
+from nanochat.bov.one_query import attend, scores, take, value_bags, weigh, weigh_values
 from nanochat.linear import linear
 
 
@@ -86,6 +86,7 @@ def test_weighted_sums_of_rows(B, heads, T, shared, dtype, threads):
             close(weigh(w, rows, index), w.double() @ values.double(), dtype)
         for v in (cached, strided, odd):
             close(weigh_values(w, v), w.double() @ v.double(), dtype)
+            assert torch.equal(weigh_values(w, v, value_bags(w, v)), weigh_values(w, v))
             q = torch.randn(B, H * G, 1, D, generator=generator).to(dtype)
             keys, values = (x.double().repeat_interleave(G, dim=1) for x in (cached, v))
             expected = F.scaled_dot_product_attention(q.double(), keys, values)

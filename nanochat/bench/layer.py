@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from nanochat.bench.sides import clocked, fill_positions, unit, upstream_attend
 from nanochat.bov import decode, kernels
 from nanochat.bov.compiled import Fused
-from nanochat.bov.one_query import scores, weigh_values
+from nanochat.bov.one_query import scores
 from nanochat.bov.placement import OnDevice
 from nanochat.common import COMPUTE_DTYPE
 from nanochat.flash_attention import flash_attn
@@ -166,15 +166,15 @@ class Layer:
 
         def bookkeeping():
             history.append(self.ids[:, at : at + 1])
-            return history.write(self.k, self.new_k[i]), history.pool(self.table, H)
+            history.pool(self.table, H)
+            return history.write(self.k, self.new_k[i])
 
         def product():
-            y = weigh_values(w.transpose(0, 1).reshape(1, H, B * G, -1), pool.transpose(0, 1)[None])
-            return y.view(H, B, G, D).transpose(0, 1).reshape(B, 1, N, D) * self.coeff.to(COMPUTE_DTYPE)
+            return history.weigh_pool(w, self.table).reshape(B, 1, N, D) * self.coeff.to(COMPUTE_DTYPE)
 
         self.flush.sum()
         spent = {}
-        spent["bookkeeping"], (keys, pool) = clocked(self.device, bookkeeping)
+        spent["bookkeeping"], keys = clocked(self.device, bookkeeping)
         spent["scores"], s = clocked(self.device, lambda: scores(self.q[i].view(B, H, G, D), keys.transpose(1, 2)))
         spent["softmax"], p = clocked(self.device, lambda: s.softmax(-1))
         spent["scatter"], w = clocked(self.device, lambda: decode.by_slot(p, history))

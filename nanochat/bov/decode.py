@@ -10,11 +10,13 @@ Shapes: B batch, T positions cached so far, Tq new ones, S positions allocated, 
 V padded vocab, U distinct tokens.
 """
 
+import ctypes
+
 import torch
 import torch.nn.functional as F
 
 from nanochat.bov import kernels
-from nanochat.bov.one_query import scores, take, weigh, weigh_values
+from nanochat.bov.one_query import scores, take, value_bags, weigh, weigh_values
 
 STRATEGIES = ("auto", "gather", "fused", "pooled")
 
@@ -33,20 +35,28 @@ class History:
             raise ValueError(f"decode strategy {strategy!r}: use one of {', '.join(STRATEGIES)}")
         self.strategy = strategy
         self.ids = torch.zeros(batch_size, seq_len, dtype=torch.int32, device=device)
-        self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
+        self._lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
         self.reset()
 
     def reset(self):
         """Forget every token and everything derived."""
-        self.lengths.zero_()
+        self._lengths.zero_()
         self.length = self.shortest = 0
+        self._ahead = 0  # what _lengths lacks: a step whose rows have one length never asks for it
         self._forget()
 
     def _forget(self):
         self.slots = self.token_slot = self.pool_ids = None
         self.distinct = 0
         self._pending = 0  # newest positions of every row that have no slot yet
-        self._pools = {}
+        self._pools, self._bags = {}, {}
+
+    @property
+    def lengths(self):
+        if self._ahead:
+            self._lengths += self._ahead
+            self._ahead = 0
+        return self._lengths
 
     @property
     def ragged(self) -> bool:
@@ -60,7 +70,7 @@ class History:
     def rewind(self, length):
         """Back to `length` positions of the longest row: forget what a forward appended that did not end."""
         if length != self.length:
-            self.lengths -= self.length - length
+            self._ahead -= self.length - length
             self.shortest -= self.length - length
             self.length = length
             self._forget()
@@ -72,7 +82,7 @@ class History:
             self.ids[self._newest(T, ends=self.lengths + T)] = idx.to(torch.int32)
         else:
             self.ids[:, self.length : self.length + T] = idx
-        self.lengths += T
+        self._ahead += T
         self.length += T
         self.shortest += T
         self._pending += T
@@ -132,15 +142,14 @@ class History:
         return self.distinct
 
     def _assign_one(self, position):
-        """`_assign` for the next token of a single row in CPU memory, where asking for a number costs nothing."""
-        token = self.ids[0, position].item()
-        slot = self.token_slot[token].item()
-        if slot < 0:
-            slot = self.distinct
-            self.token_slot[token] = slot
-            self.pool_ids[slot] = token
+        """`_assign` for the next token of a single row in CPU memory."""
+        token = _numbers(self.ids)[position]
+        slots = _numbers(self.token_slot)
+        if slots[token] < 0:
+            slots[token] = self.distinct
+            self.pool_ids[self.distinct] = token
             self.distinct += 1
-        self.slots[0, position] = slot
+        _numbers(self.slots)[position] = slots[token]
 
     def _assign(self, rows, positions):
         tokens = self.ids[rows, positions].T  # by position, then by row
@@ -162,9 +171,9 @@ class History:
         self.slots[rows, positions] = known.long().view(tokens.shape).T
 
     def pool(self, table, heads):
-        """Rows of the distinct tokens in the order of slots, (U, H, D), each fetched once; in memory (H, cap, D)."""
+        """Rows of the distinct tokens in the order of slots, each fetched once: (1, H, U, D), of (H, cap, D)."""
         self.assign_slots(table.vocab)
-        filled, rows = self._pools.get(table, (0, None))
+        filled, rows, pool = self._pools.get(table, (0, None, None))
         if filled < self.distinct:
             if rows is None or rows.size(1) < self.distinct:
                 grown = min(table.vocab, self.distinct + self.distinct // 4 + 64)
@@ -173,15 +182,37 @@ class History:
                     larger[:, :filled] = rows[:, :filled]
                 rows = larger
             fresh = table.fetch(self.pool_ids[filled : self.distinct])
-            rows[:, filled : self.distinct] = fresh.unflatten(1, (heads, -1)).transpose(0, 1)
-            self._pools[table] = self.distinct, rows
-        return rows[:, : self.distinct].transpose(0, 1)
+            pool = rows[None, :, : self.distinct]
+            pool[0, :, filled:] = fresh.unflatten(1, (heads, -1)).transpose(0, 1)
+            self._pools[table] = self.distinct, rows, pool
+        return pool
+
+    def weigh_pool(self, w, table):
+        """Sums of a table's pool by weights w (B, H, G, U) -> (B, H, G, D): one for the whole batch, its queries of one
+        kv head side by side.
+        """
+        B, H, G, U = w.shape
+        pool = self.pool(table, H)
+        shape, of, bags = self._bags.get(table, (None, None, None))
+        if B > 1:
+            w = w.transpose(0, 1).reshape(1, H, B * G, U)
+        if of is not pool or shape != w.shape:
+            bags = value_bags(w, pool)
+            self._bags[table] = w.shape, pool, bags
+        y = weigh_values(w, pool, bags)
+        return y.view(H, B, G, -1).transpose(0, 1) if B > 1 else y
 
     def rows(self, table, heads):
         """(rows (R, H, D), index (B, S)): a position's row is rows[index], of the table or, when placed, its pool."""
         if table.weight is not None:
             return table.weight.unflatten(1, (heads, -1)), self.ids
-        return self.pool(table, heads), self.slots
+        return self.pool(table, heads)[0].transpose(0, 1), self.slots
+
+
+def _numbers(tensor):
+    """The memory of a contiguous integer tensor on the CPU as numbers; a call of torch costs 20 us for one of them."""
+    kind = ctypes.c_int64 if tensor.dtype == torch.int64 else ctypes.c_int32
+    return (kind * tensor.numel()).from_address(tensor.data_ptr())
 
 
 # ---------------------------------------------------------------------------- attention
@@ -234,9 +265,10 @@ def attend(q, k, table, history, *, coeff, window, strategy, dense):
         y = (_fused if chosen == "fused" else _pooled)(q, k, table, history, window)
     if coeff is None:
         return y
+    coeff = coeff.to(y.dtype)
     if coeff.numel() > 1:
-        coeff = coeff.repeat_interleave(q.size(2) // coeff.numel())
-    return y * coeff.to(y.dtype).view(-1, 1)
+        coeff = coeff.repeat_interleave(q.size(2) // coeff.numel()).view(-1, 1)
+    return y * coeff
 
 
 def _gather(q, k, table, history, window, dense):
@@ -259,17 +291,14 @@ def _fused(q, k, table, history, window):
 
 
 def _pooled(q, k, table, history, window):
-    """One sum of rows for the whole batch: its queries of one kv head side by side."""
-    pool = history.pool(table, k.size(2))
+    history.assign_slots(table.vocab)
     w = by_slot(_probabilities(q, k, history, 0, window), history)
-    B, H, G, U = w.shape
-    y = weigh_values(w.transpose(0, 1).reshape(1, H, B * G, U), pool.transpose(0, 1)[None])
-    return y.view(H, B, G, -1).transpose(0, 1).reshape(q.shape).to(q.dtype)
+    return history.weigh_pool(w, table).reshape(q.shape).to(q.dtype)
 
 
 def by_slot(p, history):
     """Sums of p (B, H, G, T) over the positions of each slot -> (B, H, G, U)."""
-    slots = history.slots[:, None, None, : p.size(3)].expand_as(p)
+    slots = history.slots.as_strided(p.shape, (history.slots.stride(0), 0, 0, 1))
     return p.new_zeros(*p.shape[:3], history.distinct).scatter_add_(3, slots, p)
 
 
@@ -277,7 +306,7 @@ def _probabilities(q, k, history, first, window):
     """softmax in fp32 over the keys from `first` on: q (B, 1, N, D), k (B, T, H, D) -> (B, H, G, T - first)."""
     B, _, N, D = q.shape
     H = k.size(2)
-    s = scores(q.view(B, H, N // H, D), k[:, first:].transpose(1, 2))
+    s = scores(q.view(B, H, N // H, D), (k[:, first:] if first else k).transpose(1, 2))
     if history.ragged:
         s.masked_fill_(~_visible(history, 1, first, window)[:, None], -torch.inf)
     return s.softmax(-1)

@@ -216,7 +216,8 @@ def decode_bytes(sizes: Sizes, decode: Decode) -> dict[str, int]:
 
     v: only layers with spec.caches_value. ids: int32 (B, S). slots: int64 (B, S), and slot_map: int32 and int64 (V,),
     where a layer is pooled or considers it, or tables are placed. pool: rows of the distinct tokens of every table that
-    is placed or pooled, and room for a quarter more, as after one prompt. state: row lengths, the smear's embedding.
+    is placed or pooled, and room for a quarter more, as after one prompt; of pooled ones also the places of the rows
+    where bags add them up. state: row lengths, the smear's embedding.
     """
     B, S, dtype = decode.batch, decode.context, decode.dtype
     kept = [sizes.rows(i, S, decode.policy) for i in range(sizes.n_layer)]
@@ -226,7 +227,8 @@ def decode_bytes(sizes: Sizes, decode: Decode) -> dict[str, int]:
     placed = len(sizes.bank_tables) if decode.placement != "device" else 0
     buffered = max(1, BUFFER_BYTES // table_row) if decode.placement == "mmap" else sizes.vocab
     slots = placed or any(chosen(sizes, replace(decode, distinct=1), i) == "pooled" for i in banks)
-    pools = {sizes.specs[i].table for i in banks if placed or chosen(sizes, decode, i) == "pooled"}
+    pooled = {sizes.specs[i].table for i in banks if chosen(sizes, decode, i) == "pooled"}
+    pools = {sizes.specs[i].table for i in banks} if placed else pooled
     return {
         "weights": weight_bytes(sizes, dtype),
         "tables": table_bytes(sizes, dtype) - placed * sizes.vocab * table_row,
@@ -237,7 +239,8 @@ def decode_bytes(sizes: Sizes, decode: Decode) -> dict[str, int]:
         "ids": 4 * B * S if banks else 0,
         "slots": 8 * B * S if slots else 0,
         "slot_map": (4 + 8) * sizes.vocab if slots else 0,
-        "pool": len(pools) * min(sizes.vocab, decode.distinct + decode.distinct // 4 + 64) * table_row,
+        "pool": len(pools) * min(sizes.vocab, decode.distinct + decode.distinct // 4 + 64) * table_row
+        + len(pooled) * _kept_bags(sizes, decode),
         "state": 4 * B * (2 if banks else 1) + (B * sizes.n_embd * dtype.itemsize if sizes.smear else 0),
         "temporaries": max(attention_temporaries(sizes, decode, i) for i in range(sizes.n_layer)),
         "step_temporaries": step_temporaries(sizes, decode),
@@ -279,7 +282,8 @@ def attention_temporaries(sizes: Sizes, decode: Decode, layer: int) -> int:
         weights, queries, aside = B * sizes.n_head * U, B * groups, 0
         if B > 1 and H > 1:  # the batch is copied side by side, at the latest in bags
             aside = 4 * weights if groups > 1 else row * weights * _in_bags(decode, queries)
-        return max(scores, p + 4 * weights, 4 * weights + aside + _sum_of_values(sizes, decode, (1, queries, U), row))
+        total = _sum_of_values(sizes, decode, (1, queries, U), row, kept=True)
+        return max(scores, p + 4 * weights, 4 * weights + aside + total)
     if way == "fused":
         return max(scores, p + _sum_by_index(sizes, decode, (B, groups, keys), row))
     values = B * keys * sizes.kv_dim
@@ -304,11 +308,22 @@ def _in_bags(decode: Decode, queries: int) -> bool:
     return decode.device == "cpu" and queries <= one_query.SUMMED_ALONE
 
 
-def _sum_of_values(sizes: Sizes, decode: Decode, shape: tuple[int, int, int], itemsize: int) -> int:
-    """Bytes of one_query.weigh_values for rows of `itemsize`, its result too: (batch, queries of one kv head, rows)."""
+def _kept_bags(sizes: Sizes, decode: Decode) -> int:
+    """Bytes of one_query.value_bags for a pool: the place of each row for each query, and where each bag begins."""
+    bags, U = decode.batch * sizes.n_head, decode.distinct
+    if not _in_bags(decode, bags // sizes.n_kv_head):
+        return 0
+    return 4 * bags * (U + one_query.bag_parts(bags, U))
+
+
+def _sum_of_values(sizes: Sizes, decode: Decode, shape: tuple[int, int, int], itemsize: int, kept=False) -> int:
+    """Bytes of one_query.weigh_values for rows of `itemsize`, its result too: (batch, queries of one kv head, rows).
+
+    kept: the places of its bags are there already.
+    """
     B, queries, rows = shape
     weights = B * sizes.n_kv_head * queries * rows
-    places = 4 * weights if _in_bags(decode, queries) else 0
+    places = 4 * weights if _in_bags(decode, queries) and not kept else 0
     return places + (itemsize * weights if itemsize < 4 else 0) + decode.batch * sizes.n_embd * itemsize
 
 

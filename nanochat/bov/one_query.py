@@ -58,17 +58,23 @@ def weigh(w, rows, index):
         return _weigh_pieces(w, rows, index)
     row, head = (stride // D for stride in rows.stride()[:2])
     places = torch.add(torch.arange(H, dtype=torch.int32)[:, None] * head, index.int()[:, None], alpha=row)
-    return _bags(w, _in_rows(rows), places)
+    return _sum_bags(w, _in_rows(rows), *_bags(w.shape, places))
 
 
-def weigh_values(w, v):
-    """The same for values in their order, v (B, H, T, D): -> (B, H, G, D)."""
-    B, H, T, D = v.shape
+def weigh_values(w, v, bags=None):
+    """The same for values in their order, v (B, H, T, D): -> (B, H, G, D). bags: value_bags(w, v), if kept."""
+    bags = bags or value_bags(w, v)
+    return (w.to(v.dtype) @ v).to(v.dtype) if bags is None else _sum_bags(w, *bags)
+
+
+def value_bags(w, v):
+    """Where the rows of v lie in memory, for weights of w's shape; serves as long as that memory. None: no bags."""
     if not _has_bags(w, v):
-        return (w.to(v.dtype) @ v).to(v.dtype)
+        return None
+    B, H, T, D = v.shape
     batch, head, row = (stride // D for stride in v.stride()[:3])
     start = torch.arange(B, dtype=torch.int32)[:, None] * batch + torch.arange(H, dtype=torch.int32) * head
-    return _bags(w, _in_rows(v), start[..., None] + torch.arange(0, T * row, row, dtype=torch.int32))
+    return _in_rows(v), *_bags(w.shape, start[..., None] + torch.arange(0, T * row, row, dtype=torch.int32))
 
 
 def _has_bags(w, rows) -> bool:
@@ -93,19 +99,26 @@ def take(rows, index):
     return rows[index.long()]
 
 
-def _bags(w, rows, places):
-    """One bag per query: w (B, H, G, T), rows (R', D), places (B or 1, H, T) int32 -> (B, H, G, D).
-
-    Fewer bags than threads are cut into parts, so that every thread has one.
-    """
-    B, H, G, T = w.shape
+def _bags(shape, places):
+    """One bag per query: (B, H, G, T) and places (B or 1, H, T) int32 -> places (B H G T) and where each bag begins."""
+    B, H, G, T = shape
     bags = B * H * G
-    parts = -(-torch.get_num_threads() // bags) if T > 1024 else 1
+    parts = bag_parts(bags, T)
     offsets = (torch.arange(bags)[:, None] * T + torch.arange(parts) * T // parts).flatten().int()
-    places = places[:, :, None].expand(B, H, G, T).flatten()
+    return places[:, :, None].expand(B, H, G, T).flatten(), offsets
+
+
+def bag_parts(bags, T) -> int:
+    """Into how many parts a bag of T rows is cut: fewer bags than threads are, so that every thread has one."""
+    return -(-torch.get_num_threads() // bags) if T > 1024 else 1
+
+
+def _sum_bags(w, rows, places, offsets):
+    """w (B, H, G, T), rows (R', D), what _bags returns -> (B, H, G, D)."""
+    B, H, G, _ = w.shape
     y = F.embedding_bag(places, rows, offsets, mode="sum", per_sample_weights=w.to(rows.dtype).flatten())
-    if parts > 1:
-        y = y.view(bags, parts, -1).float().sum(1).to(rows.dtype)
+    if len(offsets) > B * H * G:
+        y = y.view(B * H * G, -1, rows.size(1)).float().sum(1).to(rows.dtype)
     return y.view(B, H, G, -1)
 
 
