@@ -41,15 +41,19 @@ class Deal:
     buffer: int
 
 
-def deal(split, buffer_size=1000, streams=None) -> Deal:
+def deal(split, buffer_size=1000, streams=None, part=1.0) -> Deal:
     """The Deal of "train" or "val"; `buffer_size` documents are held by all streams together.
 
     Streams: the largest power of two up to 64 that leaves each a row group and 8 documents, unless given.
+    `part`: only the first so many of the row groups, at least one.
     """
+    if not 0 < part <= 1:
+        raise ValueError(f"--train-part {part}: above 0 and at most 1")
     paths = tuple(split_paths(split))
     metadata = [open_shard(path).metadata for path in paths]
     groups = tuple((i, j) for i, shard in enumerate(metadata) for j in range(shard.num_row_groups))
-    documents = sum(shard.num_rows for shard in metadata)
+    groups = groups[: max(1, round(part * len(groups)))]
+    documents = sum(metadata[i].row_group(j).num_rows for i, j in groups)
     if documents == 0:
         raise ValueError(f"{paths[0]}: no documents in split {split}; give it text")
     most = min(MAX_STREAMS, len(groups), max(1, documents // 8))
@@ -167,20 +171,20 @@ class Stream:
 
 def tokenizing_distributed_data_loader_with_state_bos_bestfit(
     tokenizer, B, T, split, tokenizer_threads=4, tokenizer_batch_size=128, device="cuda", resume_state_dict=None,
-    buffer_size=1000,
+    buffer_size=1000, part=1.0,
 ):  # fmt: skip
     """Endless iterator of (inputs, targets, state): (B, T) int64 on `device`, this rank's share of the rows.
 
     `split` is train or val; `tokenizer_threads` and `tokenizer_batch_size` (documents) only change the speed;
-    `buffer_size` documents wait in all packers together. `state` is JSON-ready, stands for everything up to and
-    including its batch, and holds upstream's pq_idx, rg_idx and epoch (from 1). `resume_state_dict` is what
-    merge_states makes of all ranks' states. Batches are made ahead in a thread.
+    `buffer_size` documents wait in all packers together; `part`: see deal. `state` is JSON-ready, stands for
+    everything up to and including its batch, and holds upstream's pq_idx, rg_idx and epoch (from 1).
+    `resume_state_dict` is what merge_states makes of all ranks' states. Batches are made ahead in a thread.
     Raises ValueError, on the call or instead of a batch: no or damaged data, a number of ranks that does not divide
     the streams, a state of other data (naming the field).
     """
     _check_sizes(B, T)
     _, rank, _, world_size = get_dist_info()
-    plan = deal(split, buffer_size)
+    plan = deal(split, buffer_size, part=part)
     if plan.streams % world_size:
         valid = ", ".join(str(1 << i) for i in range(plan.streams.bit_length()))
         raise ValueError(
@@ -189,7 +193,7 @@ def tokenizing_distributed_data_loader_with_state_bos_bestfit(
         )
     identity = {
         "split": split, "data_sha256": data_identity()[f"{split}_sha"], "tokenizer_sha256": tokenizer.sha256(),
-        "T": T, "streams": plan.streams, "buffer": plan.buffer,
+        "T": T, "streams": plan.streams, "buffer": plan.buffer, "groups": len(plan.groups),
     }  # fmt: skip
     mine = range(rank, plan.streams, world_size)
     saved = _check_state(resume_state_dict, identity, mine) if resume_state_dict else {"row": 0, "streams": {}}
@@ -358,7 +362,7 @@ def one_pass_loader(tokenizer, B, T, split, device="cuda"):
 # ---------------------------------------------------------------------------- what packing costs
 
 
-def packing_report(tokenizer, T, split="train", max_rows=None):
+def packing_report(tokenizer, T, split="train", max_rows=None, part=1.0):
     """What one epoch of a split gives at context T, measured on all of it or on the documents of `max_rows` rows.
 
     {documents, tokens_per_document (BOS included), discard (part of the tokens thrown away), rows_per_epoch,
@@ -367,7 +371,7 @@ def packing_report(tokenizer, T, split="train", max_rows=None):
     packed first, and fresh_rows is None.
     """
     _check_sizes(1, T)
-    plan = deal(split)
+    plan = deal(split, part=part)
     streams = [Stream(i, plan, tokenizer, T, epochs=1) for i in range(plan.streams)]
     row, rows, fresh_rows, exact, live = np.empty(T + 1, dtype=np.int32), 0, None, True, list(streams)
     while live:

@@ -391,8 +391,12 @@ class GPT(nn.Module):
         weight_decay=0.0,
         scalar_lr=0.5,
         muon="upstream",
+        **tables,
     ):
-        """MuonAdamW over all parameters; learning rates before the 1/sqrt(n_embd/768) scaling of the Adam groups."""
+        """MuonAdamW over all parameters; learning rates before the 1/sqrt(n_embd/768) scaling of the Adam groups.
+
+        `tables`: table_lr_scale and table_weight_decay, see optim.param_groups.
+        """
         groups = param_groups(
             self.named_parameters(),
             n_embd=self.config.n_embd,
@@ -402,6 +406,7 @@ class GPT(nn.Module):
             scalar_lr=scalar_lr,
             weight_decay=weight_decay,
             muon=muon,
+            **tables,
         )
         return MuonAdamW(groups)
 

@@ -7,7 +7,7 @@ whole and are averaged; each rank updates the part it owns and gathers the rest.
 import math
 import re
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -32,11 +32,20 @@ class Row:
     weight_decay: float = 0.0  # Muon's comes from the caller
 
 
+TABLE_LR_SCALE, TABLE_WEIGHT_DECAY = 0.5, 0.01  # of value tables: times the embedding's rate; decay
 BLOCK = r"transformer\.h\.\d+\."
 TABLE = (
     Row("lm_head", r"lm_head\.weight", "unembedding", 1.0, True, (0.8, 0.96), 0.01),
     Row("wte", r"transformer\.wte\.weight", "embedding", 1.0, True, (0.8, 0.995), 0.001),
-    Row("value_embeds", r"value_embeds\.\d+\.weight", "embedding", 0.5, True, (0.8, 0.995), 0.01),
+    Row(
+        "value_embeds",
+        r"value_embeds\.\d+\.weight",
+        "embedding",
+        TABLE_LR_SCALE,
+        True,
+        (0.8, 0.995),
+        TABLE_WEIGHT_DECAY,
+    ),
     Row("resid", r"resid_lambdas", "scalar", 0.01, False, (0.8, 0.95), 0.05),
     Row("x0", r"x0_lambdas", "scalar", 1.0, False, (0.96, 0.95)),
     *(
@@ -51,11 +60,13 @@ VARIANTS = ("upstream", "paper")
 
 
 def param_groups(
-    named_parameters, *, n_embd, unembedding_lr, embedding_lr, matrix_lr, scalar_lr, weight_decay, muon="upstream"
-) -> list[dict]:
+    named_parameters, *, n_embd, unembedding_lr, embedding_lr, matrix_lr, scalar_lr, weight_decay, muon="upstream",
+    table_lr_scale=TABLE_LR_SCALE, table_weight_decay=TABLE_WEIGHT_DECAY,
+) -> list[dict]:  # fmt: skip
     """Optimizer groups of a model's named parameters: one per non-empty AdamW row of TABLE, one Muon group per shape.
 
-    Rates are those of a model of width 768 (`n_embd` scales lm_head, wte and tables); `weight_decay` is Muon's alone.
+    Rates are those of a model of width 768 (`n_embd` scales lm_head, wte and tables); `weight_decay` is Muon's alone;
+    `table_lr_scale` and `table_weight_decay` are those of value tables, the rate in units of the embedding's.
     Raises ValueError when a name matches no row or several, when Muon would get anything but a matrix, or when `muon`
     is not one of VARIANTS.
     """
@@ -65,6 +76,8 @@ def param_groups(
     members = _match(named_parameters)
     groups = []
     for row in TABLE:
+        if row.name == "value_embeds":
+            row = replace(row, factor=table_lr_scale, weight_decay=table_weight_decay)
         lr = rates[row.rate] * row.factor * ((n_embd / 768) ** -0.5 if row.by_width else 1.0)
         if row.betas is not None:
             rule = dict(kind="adamw", lr=lr, betas=row.betas, eps=ADAM_EPS, weight_decay=row.weight_decay)

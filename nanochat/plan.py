@@ -61,9 +61,11 @@ def plan_run(args, vocab_size: int, world_size: int) -> tuple[GPTConfig, Plan]:
         flops_per_token=model.estimate_flops(), n_embd=config.n_embd, device_batch_size=args.device_batch_size,
         seq_len=args.max_seq_len, world_size=world_size, total_batch_size=args.total_batch_size,
         num_iterations=args.num_iterations, target_flops=args.target_flops, target_tokens=args.target_tokens,
-        target_param_data_ratio=args.target_param_data_ratio, embedding_lr=args.embedding_lr,
-        unembedding_lr=args.unembedding_lr, matrix_lr=args.matrix_lr, scalar_lr=args.scalar_lr,
-        weight_decay=args.weight_decay, warmup_steps=args.warmup_steps, warmdown_ratio=args.warmdown_ratio,
+        target_param_data_ratio=args.target_param_data_ratio, embedding_lr=args.embedding_lr * args.lr_scale,
+        unembedding_lr=args.unembedding_lr * args.lr_scale, matrix_lr=args.matrix_lr * args.lr_scale,
+        scalar_lr=args.scalar_lr * args.lr_scale, weight_decay=args.weight_decay,
+        table_lr_scale=args.table_lr_scale, table_weight_decay=args.table_weight_decay,
+        warmup_steps=args.warmup_steps, warmdown_ratio=args.warmdown_ratio,
         final_lr_frac=args.final_lr_frac,
     )  # fmt: skip
     return config, plan
@@ -108,6 +110,7 @@ def plan_summary(config: GPTConfig, plan: Plan, epoch_tokens: float | None = Non
         "total_flops": plan.total_flops,
         "lr": plan.lr,
         "weight_decay": plan.weight_decay,
+        "table_weight_decay": plan.optimizer_args["table_weight_decay"],
         "bov_layers": list(bank_layers(config.n_layer, host.axes_of(config))),
         "kv_bytes_per_token": model.kv_bytes_per_token(),
         "table_bytes": tables * COMPUTE_DTYPE.itemsize,

@@ -3,6 +3,8 @@
 import math
 from dataclasses import dataclass
 
+from nanochat.optim import TABLE_LR_SCALE, TABLE_WEIGHT_DECAY
+
 # ---------------------------------------------------------------------------- constants
 
 # The hyperparameters were tuned on a d12 model of width 768 with batches of 2^19 tokens.
@@ -36,7 +38,9 @@ class Plan:
     total_flops: int
     lr: dict[str, float]  # matrix, embedding, unembedding, scalar, value_table
     weight_decay: float  # Muon's, at step 0
-    optimizer_args: dict[str, float]  # keywords of GPT.setup_optimizer: `lr` before the scaling by width, and decay
+    optimizer_args: dict[
+        str, float
+    ]  # keywords of GPT.setup_optimizer: `lr` before the scaling by width, decay, the tables' own
     warmup_steps: int
     warmdown_steps: int
     final_lr_frac: float
@@ -61,6 +65,8 @@ def make_plan(
     matrix_lr: float = 0.02,
     scalar_lr: float = 0.5,
     weight_decay: float = 0.28,
+    table_lr_scale: float = TABLE_LR_SCALE,
+    table_weight_decay: float = TABLE_WEIGHT_DECAY,
     warmup_steps: int = 40,
     warmdown_ratio: float = 0.65,
     final_lr_frac: float = 0.05,
@@ -90,6 +96,8 @@ def make_plan(
         matrix_lr=matrix_lr * by_batch,
         scalar_lr=scalar_lr * by_batch,
         weight_decay=weight_decay * by_batch / size_ratio,
+        table_lr_scale=table_lr_scale,
+        table_weight_decay=table_weight_decay,
     )
     return Plan(
         num_iterations=steps,
@@ -105,7 +113,7 @@ def make_plan(
             embedding=args["embedding_lr"] * by_width,
             unembedding=args["unembedding_lr"] * by_width,
             scalar=args["scalar_lr"],
-            value_table=args["embedding_lr"] * by_width * 0.5,
+            value_table=args["embedding_lr"] * by_width * table_lr_scale,
         ),
         weight_decay=args["weight_decay"],
         optimizer_args=args,

@@ -135,6 +135,7 @@ def identity(config, plan: Plan, args, data: dict, tokenizer_hash: str) -> dict:
     own = {k: v for k, v in asdict(plan).items() if k not in ("device_batch_size", "world_size", "grad_accum_steps")}
     text = {"source": data["source"]}  # of the text itself where it is known: shards differ between parquet versions
     text |= {split: data[f"{split}_text_sha"] or data[f"{split}_sha"] for split in ("train", "val")}
+    text |= {"train_part": args.train_part} if args.train_part != 1 else {}
     return {
         "config": config_to_dict(config), "plan": own, "data": text, "tokenizer": tokenizer_hash, "seed": args.seed,
         "muon": args.muon, "dtype": str(COMPUTE_DTYPE), "eval_tokens": args.eval_tokens,
@@ -151,8 +152,8 @@ def build(args) -> Run | None:
     if args.vocab_size not in (None, tokenizer.get_vocab_size()):
         raise ValueError(f"--vocab-size {args.vocab_size}: the tokenizer has {tokenizer.get_vocab_size()} tokens")
     config, plan = plan_run(args, tokenizer.get_vocab_size(), world_size)
-    data = data_identity()
-    packing = packing_report(tokenizer, args.max_seq_len, "train", max_rows=EPOCH_SAMPLE_ROWS)
+    data = data_identity() | {"train_part": args.train_part}
+    packing = packing_report(tokenizer, args.max_seq_len, "train", max_rows=EPOCH_SAMPLE_ROWS, part=args.train_part)
     summary = plan_summary(config, plan, packing["tokens_per_epoch"]) | {"packing": packing}
     folder, run_hash = _folder(args), metrics.config_hash(identity(config, plan, args, data, tokenizer.sha256()))
     done = metrics.read_done(folder)
@@ -176,8 +177,9 @@ def build(args) -> Run | None:
     else:
         restore(run, resume_step)
     run.loader = tokenizing_distributed_data_loader_with_state_bos_bestfit(
-        tokenizer, args.device_batch_size, args.max_seq_len, "train", device=device, resume_state_dict=run.loader_state
-    )
+        tokenizer, args.device_batch_size, args.max_seq_len, "train", device=device, resume_state_dict=run.loader_state,
+        part=args.train_part,
+    )  # fmt: skip
     compiled, reason = choose_compile(args, device, plan)
     if compiled:
         run.compiled, problem = compile_model(model, device)

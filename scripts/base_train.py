@@ -15,7 +15,7 @@ os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 def parser() -> argparse.ArgumentParser:
     """Upstream's flags, the value axes, and what this host adds."""
     from nanochat.bov.host import add_flags
-    from nanochat.optim import VARIANTS
+    from nanochat.optim import TABLE_LR_SCALE, TABLE_WEIGHT_DECAY, VARIANTS
 
     p = argparse.ArgumentParser(prog="python -m scripts.base_train", description="Pretrain a base model.")
     p.add_argument("--run", default="dummy", help="wandb run name; dummy = no wandb")
@@ -43,13 +43,20 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("--target-tokens", type=float, default=-1.0, help="training tokens")
     g.add_argument("--target-param-data-ratio", type=float, default=12, help="tokens per scaling parameter")
 
+    p.add_argument("--train-part", type=float, default=1.0, help="use only this part of the training documents, again "
+                   "and again where the run is longer (to study repetition)")  # fmt: skip
+
     g = p.add_argument_group("optimization")
     g.add_argument("--device-batch-size", type=int, default=32, help="rows per rank and micro-step")
     g.add_argument("--total-batch-size", type=int, default=-1, help="tokens per step; -1 = by the scaling rule")
-    g.add_argument("--embedding-lr", type=float, default=0.3, help="AdamW; value tables take half of it")
+    g.add_argument("--embedding-lr", type=float, default=0.3, help="AdamW; also of value tables, see below")
     g.add_argument("--unembedding-lr", type=float, default=0.008, help="AdamW")
     g.add_argument("--matrix-lr", type=float, default=0.02, help="Muon")
     g.add_argument("--scalar-lr", type=float, default=0.5, help="AdamW; the bank's coefficients")
+    g.add_argument("--lr-scale", type=float, default=1.0, help="factor on these four rates, after the batch's own")
+    g.add_argument("--table-lr-scale", type=float, default=TABLE_LR_SCALE, help="value tables: times --embedding-lr")
+    g.add_argument("--table-weight-decay", type=float, default=TABLE_WEIGHT_DECAY, help="of value tables (in bf16 "
+                   "a rate times decay under 0.002 rounds to nothing)")  # fmt: skip
     g.add_argument("--weight-decay", type=float, default=0.28, help="of Muon, cautious")
     g.add_argument("--muon", default="upstream", choices=VARIANTS, help="paper: without MuonEq and Muon+")
     g.add_argument("--warmup-steps", type=int, default=40)

@@ -413,6 +413,24 @@ def test_packing_report_counts_an_epoch(base):
     assert not sampled["exact"] and sampled["rows_per_epoch"] == pytest.approx(report["rows_per_epoch"], rel=0.1)
 
 
+@pytest.mark.parametrize("part, groups", [(0.01, 1), (0.25, 2), (0.5, 4), (1.0, 8)])
+def test_a_part_of_the_data_is_read_again_and_again(part, groups, base):
+    texts = [t for i in range(2) for t in pq.read_table(base / index_to_filename(i))["text"].to_pylist()]
+    kept = texts[: groups * 22] if groups < 8 else texts
+    allowed = {int(number) for text in kept for number in text.split()} | {BOS}
+    rows = np.concatenate(take(60, B=1, part=part)[0])
+    assert set(np.unique(rows)) <= allowed
+    report = packing_report(Numbers(), 15, part=part)
+    assert report["documents"] == len(kept)
+    assert deal("train", part=part).groups == deal("train").groups[:groups]
+
+
+@pytest.mark.parametrize("part", [0.0, -0.5, 1.01])
+def test_part_is_a_part(part, base):
+    with pytest.raises(ValueError, match="--train-part"):
+        deal("train", part=part)
+
+
 def test_fresh_rows_end_where_the_first_document_repeats(base):
     fresh = packing_report(Numbers(), 15)["fresh_rows"]
     rows = np.concatenate(take(fresh + 16, B=1)[0])

@@ -66,6 +66,17 @@ def groups_of(shapes, n_embd=768, **kw):
     return {group["name"]: group for group in param_groups(named, n_embd=n_embd, **{**RATES, **kw})}
 
 
+def test_value_tables_alone_take_their_own_rate_and_decay():
+    shapes = {name: (64, 16) for name in ("lm_head.weight", "transformer.wte.weight", "value_embeds.1.weight")}
+    default, changed = groups_of(shapes), groups_of(shapes, table_lr_scale=0.1, table_weight_decay=0.7)
+    assert changed["value_embeds"]["lr"] == pytest.approx(default["wte"]["lr"] / 10)
+    assert changed["value_embeds"]["weight_decay"] == 0.7
+    for name in ("lm_head", "wte"):
+        assert [changed[name][key] for key in ("lr", "weight_decay")] == [
+            default[name][k] for k in ("lr", "weight_decay")
+        ]
+
+
 @pytest.mark.parametrize(
     "group, members, lr, betas, weight_decay",
     [

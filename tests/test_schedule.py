@@ -89,6 +89,12 @@ def test_d12_rates_are_the_flags_themselves():
     assert plan.weight_decay == 0.28
 
 
+def test_tables_have_a_rate_and_a_decay_of_their_own():
+    plan = plan_of(24, num_iterations=10, table_lr_scale=0.125, table_weight_decay=0.3)
+    assert plan.lr["value_table"] == pytest.approx(plan.lr["embedding"] / 8)
+    assert plan.optimizer_args["table_weight_decay"] == 0.3
+
+
 def test_optimizer_arguments_are_the_rates_before_width():
     plan = plan_of(24, num_iterations=10)
     by_width = 2**-0.5

@@ -126,6 +126,17 @@ def test_dry_run_gives_the_numbers_of_the_paper(
     assert counts["without_tables"] == counts["total"] - tables
 
 
+def test_lr_scale_is_a_factor_on_every_rate(capsys):
+    plans = []
+    for more in ([], ["--lr-scale", "3", "--table-lr-scale", "0.125", "--table-weight-decay", "0.4"]):
+        base_train.main(["--depth", "6", "--preset", "paper/bov", "--vocab-size", "4096", "--dry-run", *more])
+        plans.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
+    default, scaled = (plan["lr"] for plan in plans)
+    wanted = {name: 3 * rate for name, rate in default.items()} | {"value_table": 3 * default["embedding"] / 8}
+    assert scaled == pytest.approx(wanted) and plans[0]["weight_decay"] == plans[1]["weight_decay"]
+    assert [plan["table_weight_decay"] for plan in plans] == [0.01, 0.4]
+
+
 @pytest.mark.parametrize(
     ("preset", "more", "steps"),
     [
@@ -253,6 +264,20 @@ def test_a_finished_run_is_not_trained_again_and_another_one_is_not_overwritten(
     assert (finished / "metrics.jsonl").read_bytes() == before
     with pytest.raises(ValueError, match=r"plan\.num_iterations: 8 there, 9 here"):
         go("--preset", "paper/bov", "--num-iterations", "9", "--resume", "auto")
+
+
+def test_a_run_on_a_part_of_the_data_is_another_run(finished):
+    more = ["--preset", "paper/bov", "--num-iterations", "8", "--train-part", "0.25"]
+    with pytest.raises(ValueError, match=r"data\.train_part: None there, 0\.25 here"):
+        go(*more, "--resume", "auto")
+    go(*more, "--model-tag", "part")
+    folders = (finished.parent / "part", finished)
+    done, whole = (json.loads((folder / "DONE.json").read_text()) for folder in folders)
+    assert done["config_hash"] != whole["config_hash"] and done["val_sha"] == whole["val_sha"]
+    heads = [metrics.read_metrics(folder / "metrics.jsonl")[0] for folder in folders]
+    assert [head["data"]["train_part"] for head in heads] == [0.25, 1.0]
+    small, all_of_it = (head["plan"]["packing"]["tokens_per_epoch"] for head in heads)
+    assert 0.15 * all_of_it < small < 0.35 * all_of_it
 
 
 def test_weights_are_saved_before_they_are_evaluated(base, monkeypatch):
