@@ -20,8 +20,8 @@ fig5b=(paper/bov fig5b/{shared,no_coeff,every_layer,add_v})
 # On a CPU: the components, then equal tokens from fewer documents read 2 and 4 times, and what may help BoV there.
 components=(baseline bov table3/{x0,v1_all,ve_gated} fig5b/{shared,no_coeff,every_layer})
 repeated=(baseline:train-part=0.25 bov:train-part=0.25 baseline:train-part=0.125 bov:train-part=0.125
-    fig5b/shared:train-part=0.125 "bov:train-part=0.125,table-lr-scale=0.125" "bov:train-part=0.125,table-weight-decay=0.1")
-LR_SCALE=4 # for batches of 4,096 tokens; chosen on the baseline alone, runs/LOG.md
+    fig5b/shared:train-part=0.125 "bov:train-part=0.125,table-lr-scale=0.125" "bov:train-part=0.125,table-weight-decay=0.03")
+LR_SCALE=16 # for batches of 4,096 tokens; chosen on the baseline alone, runs/LOG.md
 
 if [ $# -gt 0 ]; then
     VARIANTS="baseline $*"
