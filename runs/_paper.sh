@@ -48,7 +48,7 @@ if [ "${SMOKE:-0}" = 1 ]; then
     shape=(--aspect-ratio 40 --head-dim 64 --max-seq-len 128 --total-batch-size 2048)
     export OMP_NUM_THREADS=1
 elif [ "${SCALE:-gpu}" = cpu ]; then # a run takes some minutes on 2 cores
-    NAME=ablations_cpu PREFIX=cpu VOCAB_SIZE=4096 EVAL_EVERY=64 EVAL_TOKENS=131072 EVAL="" DEVICE=cpu NPROC=${NPROC:-1}
+    NAME=cpu_ablation PREFIX=cpu VOCAB_SIZE=4096 EVAL_EVERY=64 EVAL_TOKENS=131072 EVAL="" DEVICE=cpu NPROC=${NPROC:-1}
     DEPTH=6 TOKENS=1048576 FLOPS=2.41e13 DEVICE_BATCH=16 SAVE_EVERY=64 TOLERANCE=0.03
     shape=(--aspect-ratio 32 --head-dim 64 --max-seq-len 256 --total-batch-size 4096 --lr-scale "$LR_SCALE")
     export NANOCHAT_DTYPE=${NANOCHAT_DTYPE:-bfloat16} # the same runs on every CPU, if slower on old ones
