@@ -12,7 +12,6 @@ from pathlib import Path
 
 from nanochat.metrics import read_metrics
 
-BASELINE_PRESETS = ("paper/baseline", "table1/1")
 COEFFICIENT = re.compile(r"(\d+)\.(\w+)")
 
 
@@ -35,6 +34,18 @@ class Run:
     @property
     def seed(self):
         return self.header.get("seed")
+
+    @property
+    def config(self) -> dict:
+        return self.header.get("config") or {}
+
+    @property
+    def data(self) -> dict:
+        return self.header.get("data") or {}
+
+    @property
+    def finished(self) -> bool:
+        return self.done is not None
 
     @property
     def plan(self) -> dict:
@@ -93,9 +104,10 @@ def epochs_seen(run: Run) -> float | None:
     return expected * run.last.get("tokens", 0) / total
 
 
-def curve(run: Run, x: str, y: str = "val_bpb") -> list[tuple[float, float]]:
-    """(x, y) of every evaluation after step 0 that has both."""
-    return [(e[x], e[y]) for e in run.evals if e["step"] > 0 and e.get(x) is not None and e.get(y) is not None]
+def curve(run: Run, x: str) -> dict[int, tuple[float, float]]:
+    """step -> (x, bpb) of every evaluation after step 0 that has both; x one of "tokens", "flops", "seconds"."""
+    scored = [e for e in run.evals if e["step"] > 0 and e.get(x) is not None and e.get("val_bpb") is not None]
+    return {e["step"]: (e[x], e["val_bpb"]) for e in scored}
 
 
 def coefficients(record: dict) -> dict[tuple[int, str], list[float]]:
@@ -115,21 +127,6 @@ def bank_coefficients(run: Run) -> dict[tuple[int, str], list[float]]:
 # ---------------------------------------------------------------------------- runs against each other
 
 
-def find_baseline(runs, name: str | None = None) -> dict:
-    """seed -> the run that others of that seed are measured against.
-
-    By `name`, else by preset, else the runs whose configuration has no bank layer. ValueError for an unknown name.
-    """
-    if name is not None:
-        chosen = [run for run in runs if run.name == name]
-        if not chosen:
-            raise ValueError(f"--baseline {name}: no such run; use one of {', '.join(run.name for run in runs)}")
-        return {run.seed: chosen[0] for run in runs}
-    by_preset = [run for run in runs if run.preset in BASELINE_PRESETS]
-    without_bank = [run for run in runs if not run.plan.get("bov_layers")]
-    return {run.seed: run for run in reversed(by_preset or without_bank)}
-
-
 def same_validation(run: Run, other: Run) -> bool:
     """bpb of two runs can be compared only on the same part of the same held-out text.
 
@@ -137,33 +134,28 @@ def same_validation(run: Run, other: Run) -> bool:
     """
     if run.header.get("eval_tokens") != other.header.get("eval_tokens"):
         return False
-    data = [r.header.get("data", {}) for r in (run, other)]
-    field = "val_text_sha" if all(d.get("val_text_sha") for d in data) else "val_sha"
-    return data[0].get(field) == data[1].get(field)
+    field = "val_text_sha" if all(r.data.get("val_text_sha") for r in (run, other)) else "val_sha"
+    return run.data.get(field) == other.data.get(field)
 
 
 def difference(run: Run, baseline: Run | None) -> float | None:
-    """final bpb of `run` minus that of `baseline`; None where there is nothing to compare."""
-    if baseline is None or baseline is run or not same_validation(run, baseline):
+    """final bpb of `run` minus that of `baseline`; None where there is nothing to compare or one is unfinished."""
+    if baseline is None or baseline is run or not (run.finished and baseline.finished):
         return None
     ours, theirs = final_bpb(run), final_bpb(baseline)
-    return None if ours is None or theirs is None else ours - theirs
+    return None if ours is None or theirs is None or not same_validation(run, baseline) else ours - theirs
 
 
 def difference_curve(run: Run, baseline: Run) -> list[tuple[float, float]]:
     """(tokens, bpb minus the baseline's bpb) where both were evaluated after the same number of tokens."""
     if not same_validation(run, baseline):
         return []
-    theirs = dict(curve(baseline, "tokens"))
-    return [(tokens, bpb - theirs[tokens]) for tokens, bpb in curve(run, "tokens") if tokens in theirs]
+    theirs = dict(curve(baseline, "tokens").values())
+    return [(tokens, bpb - theirs[tokens]) for tokens, bpb in curve(run, "tokens").values() if tokens in theirs]
 
 
-def rows(runs, baselines: dict) -> list[dict]:
-    """One dict per run with everything a table shows; a value nobody recorded is None."""
-    return [_row(run, baselines.get(run.seed)) for run in runs]
-
-
-def _row(run: Run, baseline: Run | None) -> dict:
+def row(run: Run, baseline: Run | None = None) -> dict:
+    """Everything a table shows of a run, against `baseline` where one is given; a value nobody recorded is None."""
     params = run.plan.get("num_params") or {}
     speeds = [line["tok_per_sec"] for line in run.train if line.get("tok_per_sec")]
     peaks = [e["peak_bytes"] for e in [*run.evals, run.end or {}] if e.get("peak_bytes")]
@@ -171,7 +163,7 @@ def _row(run: Run, baseline: Run | None) -> dict:
         "name": run.name,
         "preset": run.preset,
         "seed": run.seed,
-        "finished": run.done is not None,
+        "finished": run.finished,
         "step": run.last.get("step", 0),
         "steps": run.plan.get("num_iterations"),
         "params": params.get("total"),

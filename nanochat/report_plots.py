@@ -1,4 +1,4 @@
-"""The report's curves as PNG files, one budget per picture: tokens, FLOPs, wall time; and the bank's coefficients."""
+"""The report's curves of bpb against tokens, FLOPs and wall time: mean over seeds, range of the seeds as a band."""
 
 import math
 
@@ -7,13 +7,16 @@ import matplotlib
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt  # noqa: E402
+from matplotlib.lines import Line2D  # noqa: E402
 from matplotlib.ticker import MaxNLocator  # noqa: E402
 
-from nanochat.report import coefficients, curve, difference_curve  # noqa: E402
+from nanochat.report_series import bpb_curve, gap_curve  # noqa: E402
 
 BASELINE_COLOR = "#444444"
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c564b", "#7f7f00")
 DASHES = ("-", "--", ":", "-.")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+WIDTH = 7.2  # inches: on a phone the letters are still legible
 STYLE = {
     "font.size": 12, "axes.titlesize": 13, "axes.labelsize": 12, "legend.fontsize": 11, "figure.dpi": 130,
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25,
@@ -35,103 +38,85 @@ def unit(x: str, largest: float) -> tuple[float, str]:
     return divisor, f"training time ({word}, evaluations left out)"
 
 
-def styles(runs, baselines) -> dict:
-    """run name -> colour and dash: grey for baselines, the others in order."""
-    grey = {run.name for run in baselines.values()}
-    others = [run.name for run in runs if run.name not in grey]
-    n = len(COLORS)
-    style = {name: {"color": COLORS[i % n], "linestyle": DASHES[i // n % len(DASHES)]} for i, name in enumerate(others)}
-    return style | {name: {"color": BASELINE_COLOR} for name in grey}
+def styles(variants, baselines) -> dict:
+    """name of a variant -> colour, dash and marker, the same in every picture: grey for baselines, BoV first."""
+    grey = dict.fromkeys(v.name for v in baselines)
+    others = sorted(
+        (name for name in dict.fromkeys(v.name for v in variants) if name not in grey), key="paper/bov".__ne__
+    )
+    style = {
+        name: {
+            "color": COLORS[i % len(COLORS)],
+            "linestyle": DASHES[i // len(COLORS) % len(DASHES)],
+            "marker": MARKERS[i % len(MARKERS)],
+        }
+        for i, name in enumerate(others)
+    }
+    greys = {name: {"color": BASELINE_COLOR, "linestyle": DASHES[i % 4], "marker": "."} for i, name in enumerate(grey)}
+    return style | greys
 
 
-def draw_all(runs, baselines, folder) -> list[str]:
-    """Write bpb_{tokens,flops,seconds}.png and coefficients.png into `folder`; returns the names of those written."""
-    written = []
-    with plt.rc_context(STYLE):
-        for x in ("tokens", "flops", "seconds"):
-            if any(curve(run, x) for run in runs):
-                figure = draw_bpb(runs, baselines, x)
-                written.append(_save(figure, folder, f"bpb_{x}.png"))
-        if any(coefficients(e) for run in runs for e in run.evals):
-            written.append(_save(draw_coefficients(runs), folder, "coefficients.png"))
-    return written
-
-
-def _save(figure, folder, name):
+def save(figure, folder, name):
     figure.savefig(folder / name)
     plt.close(figure)
-    return name
 
 
-def draw_bpb(runs, baselines, x):
-    """bpb against a budget; against tokens also the difference to the baseline, below and on the same axis."""
-    gaps = _gaps(runs, baselines) if x == "tokens" else {}
-    size = {"figsize": (8, 6.6), "height_ratios": (3, 1.4)} if gaps else {"figsize": (8, 4.8)}
-    figure, axes = plt.subplots(2 if gaps else 1, 1, sharex=True, layout="constrained", squeeze=False, **size)
-    divisor, label = unit(x, max(point[0] for run in runs for point in curve(run, x)))
-    style = styles(runs, baselines)
+def draw_bpb(variants, comparisons, x, style):
+    """A figure of bpb against x ("tokens", "flops", "seconds"); None where nothing was evaluated.
+
+    Below, where x is tokens, the difference of each of the `comparisons` to its baseline at equal tokens.
+    """
+    curves = {v: points for v in variants if (points := bpb_curve(v, x))}
+    if not curves:
+        return None
+    gaps = {c: points for c in comparisons if (points := gap_curve(c))} if x == "tokens" else {}
+    rows = -(-len(curves) // 2)
+    size = (WIDTH, (6.8 if gaps else 4.3) + 0.24 * rows)
+    figure, axes = plt.subplots(2 if gaps else 1, 1, figsize=size, layout="constrained", squeeze=False, sharex=True)
     top = axes[0, 0]
-    for run in runs:
-        _line(top, curve(run, x), divisor, label=run.name, **style[run.name])
+    divisor, label = unit(x, max(points[-1].x for points in curves.values()))
+    for variant, points in curves.items():
+        band(top, points, divisor, label=f"{variant.name}  {points[-1].mean:.4f}", **style[variant.name])
+    top.set_ylim(*_zoom(list(curves.values())))
     top.set_ylabel("validation bits per byte\n(lower is better)")
-    top.legend()
     if gaps:
-        below = axes[1, 0]
-        below.axhline(0, color=BASELINE_COLOR, linewidth=1.2)
-        for name, points in gaps.items():
-            _line(below, points, divisor, **style[name])
-        below.set_ylabel("difference\nto baseline")
-        below.yaxis.set_major_locator(MaxNLocator(5))
+        axes[1, 0].axhline(0, color=BASELINE_COLOR, linewidth=1.2)
+        for comparison, points in gaps.items():
+            band(axes[1, 0], points, divisor, **style[comparison.variant.name])
+        axes[1, 0].set_ylabel("difference to\nthe baseline")
+        axes[1, 0].yaxis.set_major_locator(MaxNLocator(6))
     axes[-1, 0].set_xlabel(label)
     axes[-1, 0].set_xlim(left=0)
+    legend(figure, top)
     return figure
 
 
-def _gaps(runs, baselines):
-    pairs = ((run, baselines.get(run.seed)) for run in runs)
-    gaps = {run.name: difference_curve(run, base) for run, base in pairs if base is not None and base is not run}
-    return {name: points for name, points in gaps.items() if points}
+def legend(figure, axis):
+    """Below the figure, from the line that ends highest to the one that ends lowest."""
+    handles, labels = axis.get_legend_handles_labels()
+    lines = [handle if isinstance(handle, Line2D) else handle.lines[0] for handle in handles]
+    order = sorted(range(len(labels)), key=lambda i: -lines[i].get_ydata()[-1])
+    columns = 1 if len(labels) == 1 or max(map(len, labels)) > 46 else 2
+    figure.legend(
+        [handles[i] for i in order], [labels[i] for i in order], loc="outside lower center", ncols=columns,
+        fontsize=10.5,
+    )  # fmt: skip
 
 
-def _line(axis, points, divisor, **how):
+def band(axis, points, divisor=1.0, **how):
+    """A line through the means, and the range of the seeds behind it."""
     if points:
-        axis.plot([p[0] / divisor for p in points], [p[1] for p in points], marker="o", **how)
+        xs = [p.x / divisor for p in points]
+        axis.plot(xs, [p.mean for p in points], **how)
+        if any(p.high > p.low for p in points):
+            lows, highs = [p.low for p in points], [p.high for p in points]
+            axis.fill_between(xs, lows, highs, color=how["color"], alpha=0.12, linewidth=0)
 
 
-def draw_coefficients(runs):
-    """One panel per run with coefficients: mean over heads per layer, shaded from the smallest to the largest head."""
-    runs = [run for run in runs if any(coefficients(e) for e in run.evals)]
-    columns = min(len(runs), 3)
-    lines = math.ceil(len(runs) / columns)
-    figure, axes = plt.subplots(
-        lines, columns, figsize=(max(8, 4.6 * columns), 4.4 * lines), layout="constrained", squeeze=False
-    )
-    divisor, label = unit("tokens", max(e["tokens"] for run in runs for e in run.evals))
-    for axis in axes.flat[len(runs) :]:
-        axis.set_visible(False)
-    for axis, run in zip(axes.flat, runs, strict=False):
-        _coefficient_panel(axis, run, divisor)
-        axis.set_title(run.name)
-        axis.set_xlabel(label)
-        axis.set_ylabel("coefficient")
-    return figure
-
-
-def _coefficient_panel(axis, run, divisor):
-    evals = [(e["tokens"] / divisor, coefficients(e)) for e in run.evals if e.get("coeffs")]
-    keys = list(evals[-1][1])
-    layers = sorted({layer for layer, _ in keys})
-    names = sorted({name for _, name in keys})
-    shade = plt.get_cmap("viridis")
-    for layer, name in keys:
-        points = [(tokens, found[layer, name]) for tokens, found in evals if (layer, name) in found]
-        color = shade(0.85 * layers.index(layer) / max(1, len(layers) - 1))
-        axis.plot(
-            [tokens for tokens, _ in points], [sum(v) / len(v) for _, v in points],
-            color=color, linestyle=DASHES[names.index(name) % len(DASHES)], label=f"layer {layer} {name}",
-        )  # fmt: skip
-        if any(len(v) > 1 for _, v in points):
-            lows, highs = [min(v) for _, v in points], [max(v) for _, v in points]
-            axis.fill_between([tokens for tokens, _ in points], lows, highs, color=color, alpha=0.15, linewidth=0)
-    axis.set_xlim(left=0)
-    axis.legend(fontsize=9 if len(keys) > 6 else 11)
+def _zoom(curves) -> tuple[float, float]:
+    """Limits that leave out the steep first fifth, so that the ends of the curves come apart."""
+    last = max(points[-1].x for points in curves)
+    kept = [p for points in curves for p in points if p.x >= 0.2 * last or len(points) < 3]
+    low, high = min(p.low for p in kept), max(p.high for p in kept)
+    room = 0.05 * (high - low) or 0.01
+    return low - room, high + room

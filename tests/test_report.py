@@ -1,61 +1,21 @@
 """bov_report on made-up runs: what is read, what is computed, what is said."""
 
 import json
-import math
+import re
+from html.parser import HTMLParser
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanochat.report import coefficients, difference_curve, final_bpb, find_baseline, load_run, rows
+from nanochat import report_findings, report_words
+from nanochat.report import coefficients, difference_curve, final_bpb, load_run, row
+from nanochat.report_page import as_html, as_markdown
 from nanochat.report_plots import unit
+from nanochat.report_tables import run_table, screen
+from nanochat.report_variants import baseline_runs, compare, group
+from report_runs import BATCH, BOV, STEPS, Shelf, gamma, header, write_run
 from scripts import bov_report
-
-STEPS, BATCH = 500, 8192
-BASELINE = {125: 1.666, 250: 1.534, 375: 1.454, 500: 1.421}
-BOV = {125: 1.653, 250: 1.500, 375: 1.425, 500: 1.396}
-
-
-def gamma(step, layer):
-    return [1 + (layer - 3) * 4.5 * (1 - math.exp(-step / 150))]
-
-
-def header(preset, seed=42, val="v" * 64, expected_epochs=1.86, **plan):
-    bank = preset == "paper/bov"
-    return {
-        "kind": "header", "commit": "a" * 40, "versions": {"torch": "2.13.0"}, "device": "cpu",
-        "dtype": "torch.bfloat16", "preset": preset, "seed": seed, "config": {"n_layer": 6},
-        "tokenizer_sha256": "t" * 64, "data": {"source": "sotu", "val_sha": val, "train_sha": "d" * 64},
-        "plan": {
-            "num_params": {"total": 15_000_000, "without_tables": 9_800_000} if bank else
-            {"total": 10_000_000, "without_tables": 10_000_000},
-            "flops_per_token": 58_000_000 if bank else 60_000_000,
-            "num_iterations": STEPS, "total_tokens": STEPS * BATCH,
-            "expected_epochs": expected_epochs, "bov_layers": [4, 5] if bank else [], **plan,
-        },
-    }  # fmt: skip
-
-
-def write_run(folder, preset="paper/baseline", bpb=BASELINE, done=True, speed=5000.0, **more):
-    """A checkpoint folder without checkpoints."""
-    head = header(preset, **more)
-    flops = head["plan"]["flops_per_token"]
-    lines = [head]
-    for step in range(0, max(bpb) + 1, 25):
-        tokens = step * BATCH
-        at = {"step": step, "tokens": tokens, "flops": flops * tokens, "seconds": tokens / speed}
-        if step:
-            lines.append({"kind": "train", **at, "loss": 5.0, "lr_mult": 1.0, "tok_per_sec": speed + step % 50})
-        if step in bpb or step == 0:
-            coeffs = {f"{i}.gamma_v": gamma(step, i) for i in head["plan"]["bov_layers"]} | {"x0_lambdas": [0.1]}
-            value = bpb.get(step, 2.9)
-            lines.append({"kind": "eval", **at, "val_bpb": value, "coeffs": coeffs, "peak_bytes": 2**30})
-    folder.mkdir(parents=True)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    if done:
-        record = {"config_hash": "c", "step": max(bpb), "val_bpb": bpb[max(bpb)], "checkpoint_sha256": "s"}
-        (folder / "DONE.json").write_text(json.dumps(record))
-    return folder
 
 
 @pytest.fixture
@@ -65,7 +25,13 @@ def pair(tmp_path):
 
 def table_of(*folders, baseline=None):
     runs = [load_run(folder) for folder in folders]
-    return rows(runs, find_baseline(runs, baseline))
+    against = baseline_runs(compare(group(runs), baseline))
+    return [row(run, against.get(run.name)) for run in runs]
+
+
+def limits_of(*folders):
+    variants = group([load_run(folder) for folder in folders])
+    return " ".join(report_findings.limits(variants, compare(variants)))
 
 
 # ---------------------------------------------------------------------------- reading
@@ -119,25 +85,25 @@ def test_row_holds_what_was_recorded(pair):
     assert bov["val_bpb"] == 1.396 and base["val_bpb"] == 1.421
     assert bov["difference"] == pytest.approx(-0.025) and base["difference"] is None
     assert bov["tokens"] == STEPS * BATCH and bov["flops"] == 58_000_000 * STEPS * BATCH
-    assert bov["params"] == 15_000_000 and bov["params_without_tables"] == 9_800_000
+    assert bov["params"] == 15_000_000 and bov["params_without_tables"] == 10_000_000
     assert bov["epochs"] == pytest.approx(1.86) and bov["peak_bytes"] == 2**30
     assert bov["coefficients"] == {(4, "gamma_v"): gamma(500, 4), (5, "gamma_v"): gamma(500, 5)}
     assert 5500 <= bov["tok_per_sec"] <= 5525
 
 
 def test_unfinished_run_counts_what_it_has_seen(tmp_path):
-    (row,) = table_of(write_run(tmp_path / "half", bpb={125: 1.666, 250: 1.534}, done=False))
-    assert not row["finished"] and row["val_bpb"] == 1.534
-    assert row["tokens"] == 250 * BATCH and row["epochs"] == pytest.approx(0.93)
+    (found,) = table_of(write_run(tmp_path / "half", bpb={125: 1.666, 250: 1.534}, done=False))
+    assert not found["finished"] and found["val_bpb"] == 1.534
+    assert found["tokens"] == 250 * BATCH and found["epochs"] == pytest.approx(0.93)
 
 
 def test_run_before_its_first_step(tmp_path):
     folder = tmp_path / "new"
     folder.mkdir()
     (folder / "metrics.jsonl").write_text(json.dumps(header("paper/bov")) + "\n")
-    (row,) = table_of(folder)
-    assert row["val_bpb"] is None and row["tokens"] == 0 and row["coefficients"] == {}
-    assert "new *" in bov_report.report([folder], tmp_path / "out")
+    (found,) = table_of(folder)
+    assert found["val_bpb"] is None and found["tokens"] == 0 and found["coefficients"] == {}
+    assert "new *" in bov_report.report([folder], tmp_path / "out")[0]
 
 
 def test_missing_evaluation_is_passed_over(tmp_path):
@@ -170,7 +136,7 @@ def test_other_held_out_text_is_never_compared(tmp_path):
     runs = [load_run(folder) for folder in folders]
     assert table_of(*folders)[1]["difference"] is None
     assert difference_curve(runs[1], runs[0]) == []
-    assert "no pair of runs" in bov_report.findings(table_of(*folders))[0]
+    assert "no pair of finished runs" in report_findings.findings(compare(group(runs)))[0]
 
 
 def test_difference_curve_only_at_equal_tokens(tmp_path):
@@ -187,22 +153,21 @@ def test_difference_curve_only_at_equal_tokens(tmp_path):
     [(None, "-"), (0, "0"), (999, "999"), (1000, "1K"), (2_202_009, "2.2M"), (7.45e8, "745M"), (999_600, "1M")],
 )
 def test_count(value, text):
-    assert bov_report.count(value) == text
+    assert report_words.count(value) == text
 
 
 @pytest.mark.parametrize(
     "epochs, word", [(0.98, "nothing was seen twice"), (1.86, "it repeats"), (None, "not recorded")]
 )
 def test_report_says_how_often_the_text_was_read(tmp_path, epochs, word):
-    table = table_of(write_run(tmp_path / "base", expected_epochs=epochs))
-    assert word in " ".join(bov_report.limits(table))
+    assert word in limits_of(write_run(tmp_path / "base", expected_epochs=epochs))
 
 
 def test_report_says_one_seed_and_small_scale_only_where_true(tmp_path):
-    one = table_of(write_run(tmp_path / "one"))
-    two = table_of(tmp_path / "one", write_run(tmp_path / "two", seed=43))
-    assert "one seed" in " ".join(bov_report.limits(one)) and "nothing is proved" in " ".join(bov_report.limits(one))
-    assert "one seed" not in " ".join(bov_report.limits(two))
+    one = Shelf(tmp_path / "one").add(values=[1.4]).add("paper/bov", [1.39]).folders
+    two = Shelf(tmp_path / "two").add(values=[1.4, 1.41]).add("paper/bov", [1.39, 1.39]).folders
+    assert "one seed" in limits_of(*one) and "nothing is proved" in limits_of(*one)
+    assert "one seed" not in limits_of(*two) and "2 seeds" in limits_of(*two)
 
 
 def test_whole_report(pair, tmp_path, capsys):
@@ -216,23 +181,84 @@ def test_whole_report(pair, tmp_path, capsys):
     for part in (
         "1.3960",
         "-0.0250",
-        "0.0250 below `baseline_s42`",
+        "0.0250 below `paper/baseline`",
         "3.3 % fewer",
         "4: 5.34, 5: 9.68",
         "read 1.86 times",
+        "one seed",
+        "not comparable",
     ):
         assert part in text, part
     assert "1.3960" in screen and "-0.0250" in screen
     assert "    the state | of the union" in text
     assert str(tmp_path) not in text
-    for name in ("bpb_tokens", "bpb_flops", "bpb_seconds", "coefficients"):
-        assert f"({name}.png)" in text
-        assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    pictures = re.findall(r"\]\((.*)\)", text)
+    assert "equal_tokens_bpb_by_tokens.png" in pictures and "coefficients.png" in pictures
+    for name in pictures:
+        assert (out / name).read_bytes().startswith(b"\x89PNG") and str(out / name) in screen
 
 
-def test_markdown_table_is_rectangular(pair):
-    lines = bov_report.markdown_table(table_of(*pair)).splitlines()
-    assert len(lines) == 4 and len({line.count("|") for line in lines}) == 1
+def test_tables_are_rectangular(pair):
+    block = run_table(table_of(*pair))
+    assert {len(line) for line in block["lines"]} == {len(block["heads"])} == {len(block["aligns"])}
+    assert len(screen(block).splitlines()) == 3 + 2
+
+
+class Page(HTMLParser):
+    """Start tags with attributes, and the text between tags."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.words = [], []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+    def all(self, tag):
+        return [attrs for name, attrs in self.tags if name == tag]
+
+
+def test_html_stands_alone_and_runs_nothing(pair, tmp_path):
+    hostile = '<script>alert("1")</script> & <img src=x onerror=alert(2)> `x` | *y*'
+    evil = write_run(tmp_path / "<script>alert(3)<_script>", "paper/bov", BOV, seed=43)
+    sample = tmp_path / "sample.txt"
+    sample.write_text(hostile)
+    out = tmp_path / "out"
+    bov_report.report([*pair, evil], out, samples=[f"bov_s42={sample}"], title=hostile)
+    text = (out / "report.html").read_text()
+    page = Page(text)
+    assert not page.all("script") and not page.all("link") and not page.all("iframe")
+    assert page.all("img") and all(img["src"].startswith("data:image/png;base64,") for img in page.all("img"))
+    assert all(img["alt"] for img in page.all("img"))
+    assert not re.findall(r"(?:src|href|url)\s*[=(]\s*[\"']?(?:https?:)?//", text)
+    assert not [name for _, attrs in page.tags for name in attrs if name.startswith("on")]
+    targets = {attrs["id"] for _, attrs in page.tags if "id" in attrs}
+    assert {link["href"].removeprefix("#") for link in page.all("a")} <= targets
+    shown = "".join(page.words)
+    assert 'alert("1")' in shown and "onerror=alert(2)" in shown and "<script>alert(3)<_script>" in shown
+    assert "<script" not in re.sub("`[^`]*`", "", (out / "report.md").read_text().split("## Samples")[0])
+
+
+def test_both_pages_hold_the_same_tables(pair, tmp_path):
+    out = tmp_path / "out"
+    bov_report.report(pair, out)
+    lines = [line for line in (out / "report.md").read_text().splitlines() if line.startswith("|")]
+    page = Page((out / "report.html").read_text())
+    assert len(page.all("tr")) == len([line for line in lines if not line.startswith("| ---")])
+    assert len(page.all("table")) == len(lines) - len(page.all("tr"))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text())
+def test_no_text_becomes_markup(text):
+    page = Page(str(as_html(text)))
+    assert {tag for tag, _ in page.tags} <= {"code", "em"}
+    assert "<" not in re.sub("`[^`]*`", "", as_markdown(text.replace("`", "")))
 
 
 @pytest.mark.parametrize("sample", ["bov_s42", "nobody=x", "bov_s42=/no/such/file"])
