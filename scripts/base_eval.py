@@ -1,10 +1,15 @@
-"""Evaluate a trained base model: bits per byte on both splits, and samples of its text.
+"""Evaluate a trained base model: CORE, bits per byte, samples of its text, and what it does with long contexts.
 
 python -m scripts.base_eval --model-tag d12 --eval bpb,sample
+python -m scripts.base_eval --model-tag d12 --eval core --core-tasks paper21
+python -m scripts.base_eval --model-tag d12 --eval bpb,context --source text:'books/*.txt'
 torchrun --nproc_per_node=8 -m scripts.base_eval --model-tag d24 --device-batch-size 16
+python -m scripts.base_eval --audit-paper
 
-Results go to the screen and to base_eval/<tag>_<step>.json in the base directory, beside those that an earlier run of
-other modes wrote there for the same checkpoint, tokenizer, dtype and validation shard.
+bpb and samples go to base_eval/<tag>_<step>.json in the base directory, beside those that an earlier run of other modes
+wrote there for the same checkpoint, tokenizer, dtype and validation shard. CORE goes to core.json and items.jsonl in
+the checkpoint's folder, task by task, so that a rerun continues, and as upstream's table to base_eval/<tag>_<step>.csv;
+context goes to context.json in the checkpoint's folder.
 """
 
 import argparse
@@ -28,17 +33,24 @@ from nanochat.common import (
     progress,
     write_json,
 )
+from nanochat.context_eval import ITEMS, evaluate_context, show
+from nanochat.core_audit import audit, read_paper
+from nanochat.core_eval import RankFailure, context_of
+from nanochat.core_score import NORMS
+from nanochat.core_suite import Settings, Store, core_identity, evaluate_core, write_csv
 from nanochat.dataloader import one_pass_loader, tokenizing_distributed_data_loader_bos_bestfit
 from nanochat.dataset import shard_sha256, split_paths
 from nanochat.engine import Engine
 from nanochat.gpt import config_to_dict
 from nanochat.loss_eval import evaluate_bpb
 from nanochat.metrics import config_hash
+from nanochat.text_rows import document_batches, read_source
 from nanochat.tokenizer import get_token_bytes
 
-MODES = ("core", "bpb", "sample")
+MODES = ("core", "bpb", "sample", "context")
 MADE_FROM = ("checkpoint_sha256", "model_config_sha256", "tokenizer_sha256", "compute_dtype")  # every part
-PARTS = {"bpb": ("bpb", "split_tokens", "val_sha256"), "samples": ("samples",)}  # part -> its keys in the file
+# part -> its keys in the file
+PARTS = {"bpb": ("bpb", "split_tokens", "val_sha256"), "source_bpb": ("source_bpb",), "samples": ("samples",)}
 PROMPTS = (
     "The largest ocean on Earth is",
     "Water freezes at a temperature of",
@@ -103,6 +115,33 @@ def evaluate_splits(model, tokenizer, device, batch_size, split_tokens):
     return results
 
 
+def evaluate_source(model, tokenizer, device, batch_size, split_tokens, source):
+    """{source, bpb, split_tokens} of --source: each document on its own, cut at the context, every byte counted."""
+    rows = (batch_size, model.config.sequence_len, device)
+    batches = document_batches(read_source(source), tokenizer, *rows, split_tokens)
+    bpb = evaluate_bpb(model, batches, None, get_token_bytes(device=device))
+    return {"source": source, "bpb": bpb, "split_tokens": split_tokens}
+
+
+def long_batches(model, tokenizer, device, batch_size, split_tokens, source):
+    """Function of a row's length that gives the batches of --eval context: of --source, else of the validation split.
+
+    Rows are 4 times as long as in training, so batches have a quarter of their rows.
+    """
+    batch_size = max(1, batch_size // 4)
+
+    def batches(length):
+        if source is not None:
+            return document_batches(read_source(source), tokenizer, batch_size, length, device, split_tokens)
+        loader = one_pass_loader(tokenizer, batch_size, length, "val", device=device)
+        most = len(loader)
+        if split_tokens >= 0:
+            most = min(most, -(-split_tokens // (batch_size * length * get_dist_info()[3])))
+        return islice(loader, most)
+
+    return batches
+
+
 def identity(checkpoint_dir, step, model, tokenizer):
     """What the results are of: checkpoint, config, tokenizer and dtype."""
     return {
@@ -160,8 +199,9 @@ def parse_args(argv=None):
     parser.add_argument("--model-tag", default=None, help="folder under base_checkpoints (default: the largest model)")
     parser.add_argument("--step", type=int, default=None, help="step to load (default: the newest)")
     parser.add_argument(
-        "--max-per-task", type=int, default=-1, help="examples per CORE task, -1 = all (default: %(default)s)"
-    )
+        "--max-per-task", type=int, default=-1,
+        help=f"examples per CORE task, -1 = all; of context per probe and length, -1 = {ITEMS} (default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument(
         "--device-batch-size", type=int, default=32, help="rows per batch and rank for bpb (default: %(default)s)"
     )
@@ -170,17 +210,93 @@ def parse_args(argv=None):
         help="tokens per split for bpb, -1 = one pass over val alone (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument("--device-type", default="", help="cuda, cpu or mps (default: what there is)")
+    parser.add_argument(
+        "--source", default=None, help="bpb and context of text:GLOB or hf:NAME[:SPLIT[:COLUMN]], each document on its "
+        "own, instead of the base directory's splits (default: those)",
+    )  # fmt: skip
+    core = parser.add_argument_group("CORE")
+    core.add_argument(
+        "--core-tasks", default="bundle", help="bundle (what its core.yaml says, as upstream), dclm22, paper21 (the "
+        "paper's tasks and shots), or labels with commas between them (default: %(default)s)",
+    )  # fmt: skip
+    core.add_argument(
+        "--core-norm", choices=NORMS, default=None, help="choices compare their loss per token (upstream) or per byte "
+        "(the paper) (default: byte for paper21, else token)",
+    )  # fmt: skip
+    core.add_argument(
+        "--core-baselines", default="bundle", help="accuracies of guessing: bundle (its table), v1 (DCLM's first), "
+        "current (DCLM's corrected), or a CSV file (default: %(default)s)",
+    )  # fmt: skip
+    core.add_argument(
+        "--core-max-len", type=int, default=None, help="crop prompts to so many tokens from the left (default: the "
+        "positions of the rotary table)",
+    )  # fmt: skip
+    core.add_argument(
+        "--eval-bundle", default=None, metavar="DIR",
+        help="a bundle on this machine (default: eval_bundle in the base directory, fetched when missing)",
+    )  # fmt: skip
+    core.add_argument(
+        "--audit-paper", action="store_true",
+        help="only recompute the paper's CORE numbers from its tables (default: evaluate a model)",
+    )  # fmt: skip
     return parser.parse_args(argv)
+
+
+def core_settings(args) -> Settings:
+    return Settings(args.core_tasks, args.core_norm, args.core_baselines, args.core_max_len, args.eval_bundle)
+
+
+def run_core(args, model, tokenizer, device, checkpoint_dir, made_from):
+    """Evaluate CORE into core.json, items.jsonl and the CSV file; `made_from`: identity on rank 0, {} elsewhere.
+
+    Raises ValueError, after all else is written, when a task could not be evaluated.
+    """
+    settings = core_settings(args)
+    store = None
+    if made_from:
+        own = core_identity(settings, args.max_per_task, context_of(model, settings.max_len))
+        store = Store(checkpoint_dir, made_from | own)
+    summary = evaluate_core(model, tokenizer, device, args.max_per_task, settings=settings, store=store)
+    if made_from:
+        name = f"{made_from['model_tag']}_{made_from['step']:06d}.csv"
+        write_csv(os.path.join(get_base_dir(), "base_eval", name), summary)
+    if summary["missing_tasks"]:
+        print0(f"not in the bundle, so left out of CORE: {', '.join(summary['missing_tasks'])}")
+    if summary["failed_tasks"]:
+        told = "; ".join(f"{label}: {why}" for label, why in summary["failed_tasks"].items())
+        raise ValueError(f"CORE is incomplete, a rerun evaluates only what is missing. {told}")
+    low, high = summary["core_interval"]
+    print0(f"CORE {summary['core_metric']:.4f} [{low:.4f}, {high:.4f}] over {len(summary['tasks'])} tasks, per "
+           f"{summary['norm']}{'' if summary['standard'] else ', not the standard score of a named list'}")  # fmt: skip
+    print0(f"results: {os.path.join(checkpoint_dir, 'core.json')}")
+
+
+def run_context(args, model, tokenizer, device, checkpoint_dir, made_from):
+    """Evaluate long contexts into context.json."""
+    batches = long_batches(model, tokenizer, device, args.device_batch_size, args.split_tokens, args.source)
+    items = args.max_per_task if args.max_per_task > 0 else ITEMS
+    result = evaluate_context(model, tokenizer, get_token_bytes(device=device), batches, items)
+    show(result)
+    if made_from:
+        about = {"kind": "context", **made_from, "source": args.source or "validation split"}
+        path = os.path.join(checkpoint_dir, "context.json")
+        write_json(path, about | result)
+        print(f"results: {path}")
 
 
 def main(argv=None):
     args = parse_args(argv)
+    if args.audit_paper:
+        print("\n".join(audit(read_paper())))
+        return
     modes = eval_modes(args.eval)
+    core_settings(args)  # refuses before anything is loaded
     _, rank, _, _, device = compute_init(args.device_type or autodetect_device_type())
     checkpoint_dir, step = resolve_checkpoint("base", args.model_tag, args.step)
     model, tokenizer, _ = build_model(checkpoint_dir, step, device, "eval")
     tag = os.path.basename(checkpoint_dir)
-    results = identity(checkpoint_dir, step, model, tokenizer) if rank == 0 else {}
+    made_from = identity(checkpoint_dir, step, model, tokenizer) if rank == 0 else {}
+    results = dict(made_from)
     print0(f"{tag}, step {step}: {', '.join(modes)}")
     if "sample" in modes and rank == 0:
         results["samples"] = evaluate_samples(model, tokenizer)
@@ -188,7 +304,11 @@ def main(argv=None):
             print(f"\n{kind} samples")
             for text in texts:
                 print(f"- {text}")
-    if "bpb" in modes:
+    if "bpb" in modes and args.source is not None:
+        found = evaluate_source(model, tokenizer, device, args.device_batch_size, args.split_tokens, args.source)
+        results["source_bpb"] = found
+        print0(f"{args.source} bpb: {found['bpb']:.6f}")
+    elif "bpb" in modes:
         bpb = evaluate_splits(model, tokenizer, device, args.device_batch_size, args.split_tokens)
         results |= {
             "bpb": bpb,
@@ -197,21 +317,28 @@ def main(argv=None):
         }
         for split, value in bpb.items():
             print0(f"{split} bpb: {value:.6f}")
-    if "core" in modes:
-        print0("CORE evaluation is not in this version")
-    if rank == 0:
+    if rank == 0 and results.keys() != made_from.keys():
         path = os.path.join(get_base_dir(), "base_eval", f"{tag}_{step:06d}.json")
         write_json(path, with_earlier(results, read_results(path), validation_sha256()))
         print(f"results: {path}")
+    if "context" in modes:
+        run_context(args, model, tokenizer, device, checkpoint_dir, made_from)
+    if "core" in modes:
+        run_core(args, model, tokenizer, device, checkpoint_dir, made_from)
     compute_cleanup()
 
 
 if __name__ == "__main__":
     try:
         main()
-    except (ValueError, FileNotFoundError) as error:
-        sys.exit(f"base_eval: {error}")
+    except (ValueError, FileNotFoundError, RankFailure) as error:
+        message = f"base_eval: {error}"
     except KeyboardInterrupt:
-        sys.exit("\nbase_eval: stopped")
+        message = "\nbase_eval: stopped"
+    else:
+        message = None
     if is_ddp_requested():
-        leave()
+        if message:
+            print(message, file=sys.stderr)
+        leave(1 if message else 0)
+    sys.exit(message)

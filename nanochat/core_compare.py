@@ -1,0 +1,189 @@
+"""How sure a CORE score is, and what two models' items say about each other.
+
+Intervals are bootstrap percentiles (95 %) with the items of each task drawn anew and the tasks kept; they say how far
+the choice of items alone may have moved a number, nothing about other seeds or training runs. A task's own p-value is
+the exact sign test on the items that one model has right and the other wrong (McNemar); Holm's correction covers all
+tasks compared. CORE's p-value gives each such item to either model at random.
+"""
+
+import json
+import zlib
+from math import comb
+from pathlib import Path
+
+import numpy as np
+
+DRAWS = 10_000
+SEED = 20260602
+CORE, ITEMS = "core.json", "items.jsonl"
+
+
+def centre(accuracy, baseline):
+    """0 for guessing, 1 for all right: `accuracy` as a fraction (or an array of them), `baseline` in percent."""
+    return (accuracy - 0.01 * baseline) / (1.0 - 0.01 * baseline)
+
+
+def interval(draws) -> list[float]:
+    """[low, high]: the middle 95 % of draws (R,)."""
+    return [float(value) for value in np.percentile(draws, (2.5, 97.5))]
+
+
+def _generator(label):
+    """One stream of numbers per task, so that no task's interval depends on the others."""
+    return np.random.default_rng([SEED, zlib.crc32(label.encode())])
+
+
+# ---------------------------------------------------------------------------- one model
+
+
+def accuracy_draws(label, correct: int, n: int):
+    """Accuracies (DRAWS,) of `n` items drawn with replacement from those of a task, `correct` of them right."""
+    return _generator(label).binomial(n, correct / n, DRAWS) / n
+
+
+def summarise(label, outcomes, baseline) -> dict:
+    """n, correct, accuracy, baseline (percent), centered, and their intervals, from one bool per item."""
+    n, correct = len(outcomes), sum(outcomes)
+    draws = accuracy_draws(label, correct, n)
+    return {
+        "n": n, "correct": correct, "accuracy": correct / n, "accuracy_interval": interval(draws),
+        "baseline": baseline, "centered": centre(correct / n, baseline),
+        "centered_interval": interval(centre(draws, baseline)),
+    }  # fmt: skip
+
+
+def core_interval(tasks: dict) -> list[float]:
+    """Interval of the mean centred score of tasks {label: what summarise gave}."""
+    draws = [centre(accuracy_draws(label, t["correct"], t["n"]), t["baseline"]) for label, t in tasks.items()]
+    return interval(np.mean(draws, axis=0))
+
+
+# ---------------------------------------------------------------------------- two models
+
+
+def sign_test(wins: int, losses: int) -> float:
+    """Two-sided exact p-value of `wins` against `losses` when either were as likely."""
+    n, k = wins + losses, min(wins, losses)
+    return min(1.0, 2 * sum(comb(n, i) for i in range(k + 1)) / 2**n)
+
+
+def holm(p_values) -> list[float]:
+    """Holm's step-down correction, in the order given: each at least the raw value, at most 1."""
+    adjusted, worst, m = [0.0] * len(p_values), 0.0, len(p_values)
+    for rank, i in enumerate(sorted(range(m), key=p_values.__getitem__)):
+        worst = max(worst, min(1.0, (m - rank) * p_values[i]))
+        adjusted[i] = worst
+    return adjusted
+
+
+def compare_outcomes(a: dict, b: dict, baselines: dict) -> dict:
+    """Model b against model a, item by item: {label: one bool per item, in the same order}; baselines in percent.
+
+    Returns tasks {label: n, a, b, difference (b - a, raw accuracy), interval, wins (b right, a wrong), losses, ties,
+    p_value, p_holm}; core {a, b, difference, interval, p_value}; gains and regressions, labels by size of difference.
+    Raises ValueError when the two are not of the same items.
+    """
+    if a.keys() != b.keys() or any(len(a[label]) != len(b[label]) for label in a) or not a:
+        raise ValueError("the two models have not answered the same items: compare results of the same tasks and sizes")
+    tasks, by_chance, resampled = {}, [], []
+    for label in a:
+        n, weight = len(a[label]), 1 / (1 - 0.01 * baselines[label])
+        wins, losses = (
+            sum(x and not y for x, y in zip(*pair, strict=True))
+            for pair in ((b[label], a[label]), (a[label], b[label]))
+        )
+        rng = _generator(label)
+        drawn = rng.multinomial(n, [wins / n, losses / n, 1 - (wins + losses) / n], DRAWS)
+        draws = (drawn[:, 0] - drawn[:, 1]) / n
+        resampled.append(weight * draws)
+        by_chance.append(weight * (2 * rng.binomial(wins + losses, 0.5, DRAWS) - wins - losses) / n)
+        tasks[label] = {
+            "n": n, "a": sum(a[label]) / n, "b": sum(b[label]) / n, "difference": (wins - losses) / n,
+            "interval": interval(draws), "wins": wins, "losses": losses, "ties": n - wins - losses,
+            "p_value": sign_test(wins, losses),
+        }  # fmt: skip
+    for task, p in zip(tasks.values(), holm([task["p_value"] for task in tasks.values()]), strict=True):
+        task["p_holm"] = p
+    return {"core": _core_difference(tasks, baselines, resampled, by_chance), "tasks": tasks} | _sides(tasks)
+
+
+def _core_difference(tasks, baselines, resampled, by_chance):
+    scores = {
+        side: sum(centre(task[side], baselines[label]) for label, task in tasks.items()) / len(tasks) for side in "ab"
+    }
+    difference, chance = scores["b"] - scores["a"], np.abs(np.mean(by_chance, axis=0))
+    return scores | {
+        "difference": difference,
+        "interval": interval(np.mean(resampled, axis=0)),
+        "p_value": float((1 + np.sum(chance >= abs(difference) - 1e-12)) / (1 + DRAWS)),
+    }
+
+
+def _sides(tasks):
+    """Tasks that went up and tasks that went down, the largest change first."""
+    by_size = sorted(tasks, key=lambda label: -abs(tasks[label]["difference"]))
+    return {
+        "gains": [label for label in by_size if tasks[label]["difference"] > 0],
+        "regressions": [label for label in by_size if tasks[label]["difference"] < 0],
+    }
+
+
+# ---------------------------------------------------------------------------- from files
+
+
+def _core(folder) -> dict:
+    path = Path(folder, CORE)
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"{path}: cannot be read ({error}); run base_eval --eval core") from error
+
+
+def read_items(folder) -> tuple[dict, dict, dict]:
+    """(header, {label: task line}, {label: one bool per item}) of the tasks of a folder's core.json; see core_suite.
+
+    Raises ValueError naming the file where it is missing or not such a file.
+    """
+    path = Path(folder, ITEMS)
+    try:
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        header = lines[0]
+        if header["kind"] != "header":
+            raise KeyError("kind")
+        listed = _core(folder)["results"]
+        tasks = {line["task"]: line for line in lines if line["kind"] == "task" and line["task"] in listed}
+        outcomes = {label: [] for label in tasks}
+        for line in lines:
+            if line["kind"] == "item" and line["task"] in tasks:
+                outcomes[line["task"]].append(line["correct"])
+    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        raise ValueError(
+            f"{path}: no items of a CORE evaluation ({type(error).__name__}: {error}); run base_eval --eval core"
+        ) from error
+    return header, tasks, outcomes
+
+
+def compare_folders(a, b) -> dict:
+    """compare_outcomes of two folders with items.jsonl, baselines as a's core.json used them.
+
+    Adds left_out {label: why a task is not in the comparison} and same_tokenizer. Raises ValueError when the two were
+    scored by different norms or share no task.
+    """
+    (header_a, tasks_a, items_a), (header_b, tasks_b, items_b) = read_items(a), read_items(b)
+    if header_a["norm"] != header_b["norm"]:
+        raise ValueError(f"{a} was scored per {header_a['norm']}, {b} per {header_b['norm']}: they cannot be compared")
+    left_out = {label: "only one of the two has it" for label in sorted(tasks_a.keys() ^ tasks_b.keys())}
+    asked = ("task_type", "num_fewshot", "continuation_delimiter", "data_sha256", "n")
+    for label in tasks_a.keys() & tasks_b.keys():
+        other = [key for key in asked if tasks_a[label][key] != tasks_b[label][key]]
+        if other:
+            left_out[label] = f"another {', '.join(other)}"
+    both = [label for label in tasks_a if label in tasks_b and label not in left_out]
+    if not both:
+        raise ValueError(f"{a} and {b} share no task with the same items and shots")
+    table = _core(a)["baselines"]["table"]
+    result = compare_outcomes(*({label: items[label] for label in both} for items in (items_a, items_b)), table)
+    return result | {
+        "left_out": left_out,
+        "same_tokenizer": header_a["tokenizer_sha256"] == header_b["tokenizer_sha256"],
+    }

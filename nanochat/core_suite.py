@@ -1,0 +1,247 @@
+"""All tasks of CORE on one model: centred scores with intervals, kept task by task, continued by a rerun.
+
+CORE (arXiv 2406.11794) is the mean over tasks of (accuracy - r) / (1 - r), r being the accuracy of guessing.
+"""
+
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from nanochat.common import atomic_write, jsonable, print0, progress, write_json
+from nanochat.core_bundle import (
+    TASK_LISTS,
+    choose_tasks,
+    find_bundle,
+    read_baselines,
+    read_items,
+    table_sha256,
+    task_identity,
+)
+from nanochat.core_compare import CORE, ITEMS, core_interval, summarise
+from nanochat.core_eval import answer_task, context_of, on_all_ranks
+from nanochat.core_score import NORMS
+from nanochat.metrics import config_hash
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is evaluated and how; None or -1 = not limited. Field names are the flags', --core- left out."""
+
+    tasks: str = "bundle"
+    norm: str | None = None  # None: byte for paper21, token for everything else
+    baselines: str = "bundle"
+    max_len: int | None = None
+    eval_bundle: str | None = None
+
+    def __post_init__(self):
+        if self.norm not in (None, *NORMS):
+            raise ValueError(f"--core-norm {self.norm!r}: use {' or '.join(NORMS)}")
+
+    @property
+    def norm_used(self) -> str:
+        return self.norm or ("byte" if self.tasks == "paper21" else "token")
+
+
+class Store:
+    """core.json and items.jsonl of one folder, on rank 0.
+
+    items.jsonl: a header line (kind header, and what the answers depend on), then for each finished task its items
+    (kind item: task, index, gold, prediction, losses, correct, flags) and one line of kind task that ends it. `index`
+    counts in the shuffled order, which the few-shot draw depends on.
+    Files of other settings, or of another checkpoint, are kept under names with the first 8 digits of their hash, and
+    taken up again when those settings return.
+    """
+
+    def __init__(self, folder, identity: dict):
+        self.folder = Path(folder)
+        self.header = {"kind": "header", **jsonable(identity)}
+        self.lines = {}  # label -> its lines, the task's own last
+        self._make_room()
+        for line in self._read(self.folder / ITEMS)[1:]:
+            self.lines.setdefault(line["task"], []).append(line)
+        self.lines = {label: lines for label, lines in self.lines.items() if lines[-1]["kind"] == "task"}
+
+    def _read(self, path) -> list[dict]:
+        """Lines of an items file, [] where there is none or it is damaged, which one line says."""
+        if not path.exists():
+            return []
+        try:
+            return [dict(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+        except (ValueError, TypeError) as error:
+            print(f"{path}: not a file of CORE items ({error}); written anew")
+            return []
+
+    def _make_room(self):
+        """Move another identity's files aside and this one's back."""
+        earlier = self._read(self.folder / ITEMS)
+        if earlier and earlier[0] == self.header:
+            return
+        if earlier:
+            self._rename("", _suffix(earlier[0]))
+            print(f"{self.folder / ITEMS}: of other settings or weights; kept as items{_suffix(earlier[0])}.jsonl")
+        self._rename(_suffix(self.header), "")
+
+    def _rename(self, old, new):
+        for name in (CORE, ITEMS):
+            stem, ending = name.split(".")
+            if (path := self.folder / f"{stem}{old}.{ending}").exists():
+                os.replace(path, self.folder / f"{stem}{new}.{ending}")
+
+    def all_lines(self) -> list[dict]:
+        """Lines of all finished tasks."""
+        return [line for lines in self.lines.values() for line in lines]
+
+    def add(self, lines):
+        """Keep a finished task: its item lines, its task line last."""
+        self.lines[lines[-1]["task"]] = lines
+        with atomic_write(self.folder / ITEMS, "w") as f:
+            for line in (self.header, *self.all_lines()):
+                f.write(json.dumps(jsonable(line), ensure_ascii=False, allow_nan=False) + "\n")
+
+    def write(self, summary):
+        write_json(self.folder / CORE, {**self.header, **summary, "kind": "core"})
+
+
+def _suffix(header) -> str:
+    return f"_{config_hash(header)[:8]}"
+
+
+# ---------------------------------------------------------------------------- one task
+
+
+def _item_line(label, result, tokenizer) -> dict:
+    answer = result.answer
+    predicted = tokenizer.decode(answer.predicted) if result.gold is None else answer.predicted
+    return {
+        "kind": "item", "task": label, "index": result.index, "gold": result.gold, "prediction": predicted,
+        "losses": list(answer.losses), "correct": answer.correct, "flags": list(result.flags),
+    }  # fmt: skip
+
+
+def _run_task(model, tokenizer, task, settings: Settings, max_per_task) -> list[dict]:
+    """Item lines of a task and the line that ends it."""
+    start = time.perf_counter()
+    data = _read_alike(task, max_per_task)
+
+    def watch(results):
+        return progress(results, desc=task.label, unit="item", leave=False)
+
+    results = answer_task(model, tokenizer, data, task.meta, settings.norm_used, settings.max_len, watch)
+    lines = [_item_line(task.label, result, tokenizer) for result in results]
+    seconds = time.perf_counter() - start
+    return [*lines, {"kind": "task", "task": task.label, "n": len(lines), **task_identity(task), "seconds": seconds}]
+
+
+def _read_alike(task, max_per_task) -> list[dict]:
+    """read_items on every rank; ValueError on all of them when one cannot."""
+    try:
+        data, problem = read_items(task, max_per_task), None
+    except ValueError as error:
+        data, problem = [], str(error)
+    problems = [said for said in on_all_ranks(lambda: [problem]) if said]
+    if problems:
+        raise ValueError(problems[0])
+    return data
+
+
+def _task_summary(task, lines, baseline) -> dict:
+    """Row of core.json's `tasks`: core_compare.summarise, the shots, the flags that items have, the seconds."""
+    *items, end = lines
+    flags = [flag for item in items for flag in item["flags"]]
+    return summarise(task.label, [item["correct"] for item in items], baseline) | {
+        "task_type": task.kind, "num_fewshot": task.shots, "data_sha256": end["data_sha256"],
+        "flags": {flag: flags.count(flag) for flag in dict.fromkeys(flags)}, "seconds": end["seconds"],
+    }  # fmt: skip
+
+
+# ---------------------------------------------------------------------------- all of them
+
+
+def core_identity(settings: Settings, max_per_task, context) -> dict:
+    """The settings that single answers depend on; tasks and baselines only say which are taken and how they count."""
+    return {"norm": settings.norm_used, "max_per_task": max(max_per_task, -1), "context": context}
+
+
+def evaluate_core(model, tokenizer, device, max_per_task=-1, *, settings=None, store=None) -> dict:
+    """Evaluate all tasks on all ranks; `device` is the model's, `store` (rank 0) keeps what is finished.
+
+    Returns upstream's results and centered_results {label: value} and core_metric, and what core.json holds besides:
+    tasks (core_compare.summarise, flags), core_interval, core_tasks, norm, max_per_task, context, baselines,
+    bundle_sha256, missing_tasks (labels of the list that the bundle lacks), failed_tasks {label: why}, flags, and
+    standard: a named list, whole and by its own rules.
+    A task whose file cannot be used is left out; core_metric is then None.
+    Raises ValueError for settings that cannot be met, RankFailure when a rank fails: finished tasks are kept.
+    """
+    settings = settings or Settings()
+    (bundle,) = {Path(path) for path in on_all_ranks(lambda: [str(find_bundle(settings.eval_bundle))])}
+    tasks, missing = choose_tasks(bundle, settings.tasks)
+    baselines = read_baselines(bundle, settings.baselines, [task.label for task in tasks])
+    kept = on_all_ranks(lambda: store.all_lines() if store else [])
+    found, failed = {}, {}
+    for task in tasks:
+        print0(f"{task.label} ({task.shots}-shot, {task.kind})", end=" ", flush=True)
+        try:
+            lines = _kept(kept, task)
+            if lines is None:
+                lines = _run_task(model, tokenizer, task, settings, max_per_task)
+                if store:
+                    store.add(lines)
+        except ValueError as error:
+            failed[task.label] = str(error)
+            print0(f"failed: {error}", flush=True)
+            continue
+        found[task.label] = row = _task_summary(task, lines, baselines[task.label])
+        low, high = row["accuracy_interval"]
+        print0(f"accuracy {row['accuracy']:.4f} [{low:.3f}, {high:.3f}], centred {row['centered']:.4f}, "
+               f"{row['seconds']:.1f} s{_said(row['flags'])}", flush=True)  # fmt: skip
+        summary = _summary(settings, tasks, found, missing, failed, baselines, max_per_task)
+        summary["context"] = context_of(model, settings.max_len)
+        if store:
+            store.write(summary)
+    if not found:
+        raise ValueError(f"no task of {bundle} could be evaluated; first: {next(iter(failed.values()))}")
+    return summary | {"failed_tasks": failed}
+
+
+def _kept(lines, task):
+    """A finished task's lines when they answer the same questions."""
+    own = [line for line in lines if line["task"] == task.label]
+    if not own or any(own[-1][key] != value for key, value in task_identity(task).items()):
+        return None
+    return own
+
+
+def _said(flags):
+    return "".join(f", {count} {flag}" for flag, count in flags.items())
+
+
+def _summary(settings, tasks, found, missing, failed, baselines, max_per_task) -> dict:
+    complete = len(found) == len(tasks)
+    flags = {flag: 0 for row in found.values() for flag in row["flags"]}
+    for row in found.values():
+        flags |= {flag: flags[flag] + count for flag, count in row["flags"].items()}
+    by_the_list = settings.tasks in TASK_LISTS and settings.norm in (None, Settings(settings.tasks).norm_used)
+    return {
+        "core_metric": sum(row["centered"] for row in found.values()) / len(found) if complete else None,
+        "core_interval": core_interval(found) if complete else None,
+        "complete": complete,
+        "standard": complete and by_the_list and not missing and max_per_task < 1 and flags.keys() <= {"indistinct"},
+        "results": {label: row["accuracy"] for label, row in found.items()},
+        "centered_results": {label: row["centered"] for label, row in found.items()},
+        "tasks": found, "missing_tasks": missing, "failed_tasks": failed, "flags": flags,
+        "core_tasks": settings.tasks, "norm": settings.norm_used, "max_per_task": max_per_task,
+        "baselines": {"name": settings.baselines, "sha256": table_sha256(baselines), "table": baselines},
+        "bundle_sha256": table_sha256([task_identity(task) for task in tasks if task.label in found]),
+    }  # fmt: skip
+
+
+def write_csv(path, summary):
+    """Upstream's table: task, accuracy, centred score; the last line is CORE, empty while tasks are missing."""
+    with atomic_write(path, "w") as f:
+        f.write(f"{'Task':<35}, {'Accuracy':<10}, {'Centered':<10}\n")
+        for label, accuracy in summary["results"].items():
+            f.write(f"{label:<35}, {accuracy:<10.6f}, {summary['centered_results'][label]:<10.6f}\n")
+        core = "" if summary["core_metric"] is None else f"{summary['core_metric']:.6f}"
+        f.write(f"{'CORE':<35}, {'':<10}, {core:<10}\n")
