@@ -56,9 +56,12 @@ def _dot(axis, y, c, color):
 
 
 def _broken(name, longest=28) -> str:
-    """A long name on two lines."""
-    first, comma, rest = name.partition(", ")
-    return f"{first},\n{rest}" if comma and len(name) > longest else name
+    """A long name on several lines, broken after commas."""
+    lines = [""]
+    for part in name.split(", "):
+        joined = f"{lines[-1]}, {part}" if lines[-1] else part
+        lines = [*lines[:-1], joined] if len(joined) <= longest or not lines[-1] else [*lines, part]
+    return ",\n".join(lines)
 
 
 def draw_repetition(series, style):

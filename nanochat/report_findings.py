@@ -102,12 +102,11 @@ def agreement(orderings) -> list[str]:
         verdicts = [o.verdict for o in orderings if o.table == table]
         agree, against = verdicts.count(AGREES), verdicts.count(DISAGREES)
         said.append(
-            f"{table.replace('table', 'Table ')} orders {plural(len(verdicts), 'pair')} of the variants found here: "
-            f"here {agree} of them hold beyond the 95 % interval, {against} are reversed beyond it, and "
-            f"{len(verdicts) - agree - against} cannot be told with these seeds. "
-            "The intervals are of single pairs, not corrected for their number."
+            f"{table.replace('table', 'Table ')}, pairs that it orders and that are here: {len(verdicts)}. "
+            f"Beyond the 95 % interval {agree} agree and {against} disagree; "
+            f"{len(verdicts) - agree - against} cannot be told with these seeds."
         )
-    return said
+    return [*said, "Each interval is of one pair and not corrected for their number."]
 
 
 CLAIMS = {
@@ -162,10 +161,16 @@ def limits(variants, sections) -> list[str]:
             "the paper's models have 135M and 780M and saw 2B to 100B. "
             "At this scale nothing is proved about the paper's numbers, whether the two agree or not."
         )
+    said += [_twice(v) for v in variants if len({run.seed for run in v.runs}) < len(v.runs)]
     commits = {(run.header.get("commit") or "?").rstrip("+") for v in variants for run in v.runs}
     if len(commits) > 1:
         said.append(f"The runs were made by {len(commits)} commits of the code; the last table names them.")
     return said
+
+
+def _twice(variant):
+    names = ", ".join(quoted(run.name) for run in variant.runs)
+    return f"{quoted(variant.label)} has several runs of one seed ({names}): the first finished one of each counts."
 
 
 def _epochs(variants):
@@ -186,6 +191,8 @@ def repetition_words(series) -> list[str]:
     """Per line of the repetition picture, from the fewest passes to the most."""
     said = []
     for name, found in series.items():
+        if len(found) < 2:
+            continue
         steps = ", ".join(f"{c.stat.mean:+.4f} at {c.variant.epochs:.2f} passes" for c in found)
         slope = found[-1].stat.mean - found[0].stat.mean
         said.append(

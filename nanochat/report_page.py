@@ -101,12 +101,12 @@ class Pictures:
 def blocks(facts: Facts, folder) -> tuple[list[dict], list[str]]:
     """(the report's blocks, the names of the pictures that were written into `folder`)."""
     pictures = Pictures(folder)
-    style = styles(facts.variants, facts.baselines)
+    style = styles([v.name for v in facts.variants], dict.fromkeys(v.name for v in facts.baselines))
     with plt.rc_context(STYLE):
         found = [heading("In short"), listed(say.findings(facts.sections)), *_unfinished(facts.runs)]
         for section in facts.sections:
             found += _section(section, pictures, style)
-        found += _alone(facts, pictures, style)
+        found += _alone(facts, pictures)
         found += _repetition(facts.sections, pictures, style)
         found += _coefficients(facts, pictures, style)
         found += _paper(facts)
@@ -122,11 +122,11 @@ def _unfinished(runs):
     return [text(f"Unfinished, so counted in no mean and no difference: {', '.join(names)}.")] if names else []
 
 
-def _curves(variants, comparisons, budget, at, pictures, style, whole=True):
+def _curves(names, comparisons, budget, at, pictures, style, whole=True):
     found = []
     for x, words in AXES.items() if whole else [("tokens", AXES["tokens"])]:
         alt = f"Validation bits per byte against {words}, {at}"
-        found += pictures(draw_bpb(variants, comparisons, x, style), f"{budget}_bpb_by_{x}.png", alt)
+        found += pictures(draw_bpb(names, comparisons, x, style), f"{budget}_bpb_by_{x}.png", alt)
     return found
 
 
@@ -141,20 +141,22 @@ def _section(section: Section, pictures, style):
     for i, (base, found) in enumerate(section.groups):
         drawn = () if section.budget == "flops" else found  # there, equal tokens are another budget
         prefix, where = f"equal_{section.budget}" + f"_{i + 1}" * bool(i), ", ".join([at, *base.setting])
-        curves += _curves([base, *(c.variant for c in found)], drawn, prefix, where, pictures, style, whole=i == 0)
+        names = {v: v.name for v in (base, *(c.variant for c in found))}
+        curves += _curves(names, drawn, prefix, where, pictures, style, whole=i == 0)
     note = [text("Lines are means over seeds, bands reach from the lowest seed to the highest.")] if curves else []
     return [heading(title), text(words), tables.result_table(section), *dots, *note, *curves]
 
 
-def _alone(facts, pictures, style):
+def _alone(facts, pictures):
     """Variants that nothing is measured against and that are measured against nothing."""
     met = {id(v) for s in facts.sections for c in s.comparisons for v in (c.variant, c.baseline)}
     alone = [v for v in facts.variants if id(v) not in met]
     if not alone:
         return []
-    words = "No baseline here shares budget, batch, training text, held-out text and settings with these."
+    words = "Nothing here shares budget, batch, training text, held-out text and settings with these."
     title = "Without a comparison" if facts.sections else "Validation bits per byte"
-    curves = _curves(alone, (), "alone", "of runs without a comparison", pictures, style)
+    names = {v: v.label for v in alone}
+    curves = _curves(names, (), "alone", "of runs without a comparison", pictures, styles(names.values()))
     return [heading(title), text(words), tables.lone_table(alone), *curves]
 
 
@@ -172,13 +174,17 @@ def _repetition(sections, pictures, style):
 
 
 def repetition(section: Section) -> dict:
-    """name -> its comparisons from the fewest passes to the most, of names that were trained for several."""
-    named = {}
-    for c in section.comparisons:
-        if c.stat and c.variant.epochs:
-            named.setdefault(c.variant.name, []).append(c)
-    ordered = {name: sorted(found, key=lambda c: c.variant.epochs) for name, found in named.items()}
-    return {name: found for name, found in ordered.items() if found[-1].variant.epochs > 1.2 * found[0].variant.epochs}
+    """name -> its comparisons from the fewest passes to the most; empty where the baselines read equally often.
+
+    Left out are the variants of the largest group that no other group has.
+    """
+    groups = [(base, [c for c in found if c.stat]) for base, found in section.groups if base.epochs]
+    passes = [base.epochs for base, found in groups if found]
+    if not passes or max(passes) <= 1.2 * min(passes):
+        return {}
+    ordered = sorted((c for _, found in groups for c in found), key=lambda c: c.baseline.epochs)
+    names = sorted({c.variant.name for _, found in groups[1:] for c in found}, key=lambda n: (n != "paper/bov", n))
+    return {name: [c for c in ordered if c.variant.name == name] for name in names}
 
 
 def _coefficients(facts, pictures, style):
@@ -205,7 +211,7 @@ def _paper(facts):
     source = facts.paper["source"]
     found = [heading("Beside the paper"), text(f"The paper is arXiv {source['arxiv']}, version {source['version']}.")]
     if not rows:
-        return [*found, text("None of the presets here is a row of its tables.")]
+        return [*found, text("No two presets here are rows of one of its tables, and none is its configuration.")]
     found.append(tables.paper_table(rows))
     reasons = dict.fromkeys(f"{r.where.partition(';')[0]}: {r.differs}" for r in rows if r.differs)
     if reasons:
@@ -214,6 +220,9 @@ def _paper(facts):
     found.append(
         text("Places are counted among the variants found here, from the lowest bpb; equal numbers share one.")
     )
+    unprinted = facts.paper["figure5b"]
+    if any(v.preset in unprinted["presets"] for v in facts.variants):
+        found.append(text(f"{unprinted['where']}, prints no values, so no ordering is taken from it."))
     pairs = orderings(rows)
     if pairs:
         found += [

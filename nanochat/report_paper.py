@@ -29,6 +29,7 @@ class Row:
     variant: Variant
     table: str
     where: str
+    words: str  # the row as the paper describes it
     bpb: float
     core: float | None
     ours: float | None
@@ -78,10 +79,9 @@ def differs(variant: Variant, table: dict) -> str:
 
 
 def groups_of(variants, sections: list[Section]) -> list[list[Variant]]:
-    """What is measured against one baseline at one budget, with it; then the variants that stand alone."""
+    """What is measured against one baseline at one budget, with it; then each variant that stands alone."""
     found = [[base, *(c.variant for c in compared)] for section in sections for base, compared in section.groups]
-    alone = [v for v in variants if not any(v in group for group in found)]
-    return found + [alone] * bool(alone)
+    return found + [[v] for v in variants if not any(v in group for group in found)]
 
 
 def beside(groups, paper: dict) -> list[Row]:
@@ -105,10 +105,15 @@ def _rows(name, table, group) -> list[Row]:
     means = [mean_sd(v.bpb.values())[0] if v.bpb else None for _, v in pairs]
     numbers, known = [row["bpb"] for row, _ in pairs], sorted(mean for mean in means if mean is not None)
     return [
-        Row(v, name, table["where"], row["bpb"], row.get("core"), mean, differs(v, table),
+        Row(v, name, table["where"], _words(row), row["bpb"], row.get("core"), mean, differs(v, table),
             1 + numbers.index(row["bpb"]), None if mean is None else 1 + known.index(mean))
         for (row, v), mean in zip(pairs, means, strict=True)
     ]  # fmt: skip
+
+
+def _words(row) -> str:
+    parts = [row[key] for key in ("output", "layers", "coefficient") if row.get(key, "-") != "-"]
+    return row.get("scheme") or ", ".join(parts) or row["preset"].removeprefix("paper/")
 
 
 def orderings(rows: list[Row]) -> list[Ordering]:

@@ -38,12 +38,9 @@ def unit(x: str, largest: float) -> tuple[float, str]:
     return divisor, f"training time ({word}, evaluations left out)"
 
 
-def styles(variants, baselines) -> dict:
-    """name of a variant -> colour, dash and marker, the same in every picture: grey for baselines, BoV first."""
-    grey = dict.fromkeys(v.name for v in baselines)
-    others = sorted(
-        (name for name in dict.fromkeys(v.name for v in variants) if name not in grey), key="paper/bov".__ne__
-    )
+def styles(names, grey=()) -> dict:
+    """name -> colour, dash and marker, the same in every picture: the names in `grey` are grey, BoV comes first."""
+    others = sorted((name for name in dict.fromkeys(names) if name not in grey), key="paper/bov".__ne__)
     style = {
         name: {
             "color": COLORS[i % len(COLORS)],
@@ -61,12 +58,13 @@ def save(figure, folder, name):
     plt.close(figure)
 
 
-def draw_bpb(variants, comparisons, x, style):
-    """A figure of bpb against x ("tokens", "flops", "seconds"); None where nothing was evaluated.
+def draw_bpb(names, comparisons, x, style):
+    """A figure of bpb against x ("tokens", "flops", "seconds") of variants; None where nothing was evaluated.
 
-    Below, where x is tokens, the difference of each of the `comparisons` to its baseline at equal tokens.
+    names: {variant: its name in the legend and in `style`}. Below, where x is tokens, the difference of each of the
+    `comparisons` to its baseline at equal tokens.
     """
-    curves = {v: points for v in variants if (points := bpb_curve(v, x))}
+    curves = {v: points for v in names if (points := bpb_curve(v, x))}
     if not curves:
         return None
     gaps = {c: points for c in comparisons if (points := gap_curve(c))} if x == "tokens" else {}
@@ -76,7 +74,7 @@ def draw_bpb(variants, comparisons, x, style):
     top = axes[0, 0]
     divisor, label = unit(x, max(points[-1].x for points in curves.values()))
     for variant, points in curves.items():
-        band(top, points, divisor, label=f"{variant.name}  {points[-1].mean:.4f}", **style[variant.name])
+        band(top, points, divisor, label=f"{names[variant]}  {points[-1].mean:.4f}", **style[names[variant]])
     top.set_ylim(*_zoom(list(curves.values())))
     top.set_ylabel("validation bits per byte\n(lower is better)")
     if gaps:

@@ -127,14 +127,21 @@ def _spread(point) -> str:
     return f"{point.mean:.2f}" + (f" ({point.low:.2f} to {point.high:.2f})" if point.high > point.low else "")
 
 
+def _core(row):
+    return costs(row.variant)["core"]
+
+
 PAPER_COLUMNS = (
     ("variant", "<", lambda r: quoted(r.variant.label)),
     ("in the paper", "<", lambda r: r.where.partition(";")[0]),
+    ("as", "<", lambda r: r.words),
     ("paper's bpb", ">", lambda r: f"{r.bpb:.3f}"),
     ("paper's place", ">", lambda r: str(r.rank)),
     ("our bpb", ">", lambda r: number(r.ours, 4)),
     ("our place", ">", lambda r: number(r.rank_here, 0)),
-    ("ours - paper's", "<", lambda r: "not comparable" if r.differs else number(r.ours and r.ours - r.bpb, 4, "+")),
+    ("paper's CORE", ">", lambda r: number(r.core, 3) if _core(r) is not None else "-"),
+    ("our CORE", ">", lambda r: number(_core(r), 3)),
+    ("ours - paper's bpb", "<", lambda r: "not comparable" if r.differs else number(r.ours and r.ours - r.bpb, 4, "+")),
 )
 
 
@@ -189,7 +196,7 @@ def provenance_table(runs) -> dict:
     """Where each run came from."""
     columns = (
         ("run", "<", lambda r: quoted(r.name)),
-        ("commit", "<", lambda r: _short(r.header.get("commit"))),
+        ("commit", "<", lambda r: _commit(r.header.get("commit") or "-")),
         ("device", "<", lambda r: _short(r.header.get("device"), 60)),
         ("dtype", "<", lambda r: _short(r.header.get("dtype"), 60).removeprefix("torch.")),
         ("data", "<", lambda r: _short(r.data.get("source"), 60)),
@@ -197,6 +204,10 @@ def provenance_table(runs) -> dict:
         ("tokenizer", "<", lambda r: _short(r.header.get("tokenizer_sha256"))),
     )
     return table(columns, runs)
+
+
+def _commit(value) -> str:
+    return value[:12] + "+" * value.endswith("+")  # "+": tracked files differed from the commit
 
 
 def _short(value, length=12) -> str:
