@@ -59,13 +59,13 @@ def save(figure, folder, name):
 
 
 def draw_bpb(names, comparisons, x, style):
-    """A figure of bpb against x ("tokens", "flops", "seconds") of variants; None where nothing was evaluated.
+    """A figure of bpb against x ("tokens", "flops", "seconds") of variants; None without two evaluations.
 
     names: {variant: its name in the legend and in `style`}. Below, where x is tokens, the difference of each of the
     `comparisons` to its baseline at equal tokens.
     """
     curves = {v: points for v in names if (points := bpb_curve(v, x))}
-    if not curves:
+    if all(len(points) < 2 for points in curves.values()):
         return None
     gaps = {c: points for c in comparisons if (points := gap_curve(c))} if x == "tokens" else {}
     rows = -(-len(curves) // 2)
@@ -74,7 +74,8 @@ def draw_bpb(names, comparisons, x, style):
     top = axes[0, 0]
     divisor, label = unit(x, max(points[-1].x for points in curves.values()))
     for variant, points in curves.items():
-        band(top, points, divisor, label=f"{names[variant]}  {points[-1].mean:.4f}", **style[names[variant]])
+        end = f"{points[-1].mean:.4f}" if variant.finished else "(unfinished)"
+        band(top, points, divisor, label=f"{names[variant]}  {end}", **style[names[variant]])
     top.set_ylim(*_zoom(list(curves.values())))
     top.set_ylabel("validation bits per byte\n(lower is better)")
     if gaps:

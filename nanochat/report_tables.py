@@ -3,6 +3,8 @@
 Names stand between backticks; a "-" is a value that nobody recorded.
 """
 
+import math
+
 from nanochat.report_findings import quoted
 from nanochat.report_series import costs, final_coefficients
 from nanochat.report_stats import mean_sd
@@ -79,13 +81,14 @@ def result_table(section) -> dict:
         ordered = sorted(found, key=lambda c: (c.stat is None, c.stat and c.stat.mean))
         rows += [_result(base, several=several), *(_result(c.variant, c, several) for c in ordered)]
     hidden = {"p (Holm)"} if len(section.comparisons) < 2 else set()
-    if all(c.stat and c.stat.n == len(c.variant.bpb) for c in section.comparisons):
+    if all(c.stat is None or c.stat.n == len(c.variant.bpb) for c in section.comparisons):
         hidden.add("pairs")
     return table([column for column in RESULT_COLUMNS if column[0] not in hidden], rows)
 
 
 def lone_table(variants) -> dict:
-    return table(RESULT_COLUMNS[:4], [_result(v) | {"name": quoted(v.label)} for v in variants])
+    ordered = sorted(variants, key=lambda v: mean_sd(v.bpb.values())[0] if v.bpb else math.inf)
+    return table(RESULT_COLUMNS[:4], [_result(v) | {"name": quoted(v.label)} for v in ordered])
 
 
 COST_COLUMNS = (
@@ -136,12 +139,12 @@ PAPER_COLUMNS = (
     ("in the paper", "<", lambda r: r.where.partition(";")[0]),
     ("as", "<", lambda r: r.words),
     ("paper's bpb", ">", lambda r: f"{r.bpb:.3f}"),
-    ("paper's place", ">", lambda r: str(r.rank)),
+    ("place", ">", lambda r: str(r.rank)),
     ("our bpb", ">", lambda r: number(r.ours, 4)),
     ("our place", ">", lambda r: number(r.rank_here, 0)),
     ("paper's CORE", ">", lambda r: number(r.core, 3) if _core(r) is not None else "-"),
     ("our CORE", ">", lambda r: number(_core(r), 3)),
-    ("ours - paper's bpb", "<", lambda r: "not comparable" if r.differs else number(r.ours and r.ours - r.bpb, 4, "+")),
+    ("difference", "<", lambda r: "not comparable" if r.differs else number(r.ours and r.ours - r.bpb, 4, "+")),
 )
 
 
