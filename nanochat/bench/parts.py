@@ -100,8 +100,9 @@ def run_part(name, setting, budget, env, out: Path) -> dict:
 def verdict(found: dict, code: int, over: float | None) -> dict:
     """{"status": passed, failed or skipped, "reason"} of a part that ended with `code`, or was killed at `over` s."""
     wrong = [row["check"] for row in found.get("checks", []) if not row["passed"]]
-    if "error" in found or wrong:
-        return {"status": "failed", "reason": "; ".join([*wrong, *[found["error"]] * ("error" in found)])}
+    wrong += [found["error"]] if "error" in found else []
+    if wrong:
+        return {"status": "failed", "reason": "; ".join(wrong)}
     if over is not None:
         return {"status": "skipped", "reason": f"not done within its {over:.0f} s"}
     if code != 0 or not found.get("checks"):

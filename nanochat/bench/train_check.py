@@ -35,8 +35,8 @@ PAIR = ("baseline", "bov")
 BATCHES = 4  # different micro-batches; steps take them in turn
 SAVED, LAST = 4, 8  # steps: where a run is left, and where it ends
 WARMUP_STEPS = 1  # so that the rates of these few steps are high enough to show a state that was lost
-# Of the first loss after resuming, and of the way that weights went since (see _apart). A CPU gives the same bits; CUDA
-# adds up in any order. In miniature, bf16: another order 0 and 0.02, other batches 3e-4 and 0.10, no moments 0 and 0.24.
+# Of the first loss after resuming and the way of the weights since (_apart). A CPU gives the same bits; CUDA adds up in
+# any order. In miniature, bf16: another order 0 and 0.02, other batches 3e-4 and 0.10, no moments 0 and 0.24.
 TOLERANCES = {"cpu": (0.0, 0.0), "cuda": (1e-4, 0.06)}
 
 # ---------------------------------------------------------------------------- corpus
