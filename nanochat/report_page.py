@@ -39,10 +39,11 @@ BUDGETS = {
 }
 AXES = {"tokens": "training tokens", "flops": "training FLOPs", "seconds": "training time"}
 COLUMN_WORDS = (
-    "Columns: *params* counts everything, *without tables* leaves the value tables out; *FLOPs /token* is forward and "
-    "backward; *epochs* is how often the training text was read; *tok/s* is the median over a run; *peak GiB* is the "
-    "process's memory on a CPU, the allocator's on a GPU; *vs base* is the difference in bpb to the baseline of the "
-    "same seed and budget; *coefficient by layer* is what the bank layers' values are multiplied by at the end."
+    "Columns: *values* is what attention sums, in which layers, with which coefficient; *params* counts everything, "
+    "*without tables* leaves the value tables out; *FLOPs /token* is forward and backward; *epochs* is how often the "
+    "training text was read; *tok/s* is the median over a run; *peak GiB* is the process's memory on a CPU, the "
+    "allocator's on a GPU; *vs base* is the difference in bpb to the baseline of the same seed and budget; "
+    "*coefficient by layer* is what the bank layers' values are multiplied by at the end."
 )
 
 

@@ -48,9 +48,9 @@ def final_coefficients(variant: Variant) -> dict[tuple[int, str], Point]:
 
 def coefficient_course(variant: Variant) -> dict[tuple[int, str], list[Point]]:
     """(layer, name) -> its values against tokens at the evaluations that all seeds have, heads averaged."""
-    runs = [{e["tokens"]: coefficients(e) for e in run.evals if coefficients(e)} for run in variant.shown]
+    runs = [{e.get("tokens"): coefficients(e) for e in run.evals if coefficients(e)} for run in variant.shown]
     runs = [evals for evals in runs if evals]
-    shared = sorted(set.intersection(*map(set, runs))) if runs else []
+    shared = sorted(set.intersection(*map(set, runs)) - {None}) if runs else []
     keys = sorted({key for evals in runs for at in shared for key in evals[at]})
     return {
         key: [

@@ -93,6 +93,7 @@ def lone_table(variants) -> dict:
 
 COST_COLUMNS = (
     ("variant", "<", lambda r: quoted(r["label"])),
+    ("values", "<", lambda r: r["values"]),
     ("parameters", ">", lambda r: count(r["params"])),
     ("without tables", ">", lambda r: count(r["params_without_tables"])),
     ("FLOPs /token", ">", lambda r: count(r["flops_per_token"])),
@@ -106,7 +107,7 @@ COST_COLUMNS = (
 
 
 def cost_table(variants) -> dict:
-    return table(COST_COLUMNS, [costs(v) | {"label": v.label} for v in variants])
+    return table(COST_COLUMNS, [costs(v) | {"label": v.label, "values": v.values} for v in variants])
 
 
 def coefficient_table(variants) -> dict | None:

@@ -41,6 +41,8 @@ WORDS = {
     "data.source": "text", "data.train": "training text", "data.val": "held-out text", "dtype": "",
     "eval_tokens": "scored tokens", "tokenizer_sha256": "tokenizer",
 }  # fmt: skip
+SOURCE_WORDS = {"table": "E_v[i]", "x0": "x0 W_V", "first": "V1", "residual": "V"}
+COEFF_WORDS = {"scalar": "learned", "head": "learned per head", "gate": "gated", "fixed": "fixed"}
 ALWAYS = {"plan.total_batch_size"}
 
 # ---------------------------------------------------------------------------- variants
@@ -100,6 +102,21 @@ class Variant:
     def axes(self) -> dict:
         """The value axes away from their defaults, as a preset writes them."""
         return {axis: self.identity[f"config.{axis}"] for axis in AXES if f"config.{axis}" in self.identity}
+
+    @property
+    def values(self) -> str:
+        """What attention's values are made of, as the paper writes it: "E_v[i], last:1/3, learned"; "-" if unknown."""
+        if not self.first.config:
+            return "-"
+        axes = {axis: default for axis, (default, _) in AXES.items()} | self.axes
+        found = []
+        if axes["bov_layers"] != "none":
+            source = ("V + " if axes["bov_combine"] == "add" else "") + SOURCE_WORDS[axes["bov_source"]]
+            table = ["one table for all"] if axes["bov_shared"] else []
+            found.append(", ".join([source, axes["bov_layers"], COEFF_WORDS[axes["bov_coeff"]], *table]))
+        if axes["ve_layers"] != "none":
+            found.append(f"V + E_v[i], {axes['ve_layers']}, gated")
+        return "; ".join(found) or "V"
 
     @property
     def epochs(self) -> float | None:

@@ -1,5 +1,6 @@
 """bov_report over seeds: statistics, which runs are one variant, which baseline is theirs, the paper beside."""
 
+import json
 import math
 
 import pytest
@@ -17,6 +18,7 @@ from nanochat.report_stats import holm, mean_sd, paired
 from nanochat.report_tables import result_table, screen
 from nanochat.report_variants import baseline_runs, budgets, compare, group, is_baseline
 from report_runs import BATCH, RATES, STEPS, Shelf, write_run
+from scripts import bov_report
 
 bits = st.floats(0.5, 3.0).map(lambda value: round(value, 4))
 pairs = st.lists(st.tuples(bits, bits), min_size=2, max_size=8)
@@ -386,3 +388,34 @@ def test_figure_2_beside_what_was_learned_here(tmp_path):
     assert (
         "in the last layer above 10" in said[0] and "`table1/9` learned 5.34 to 9.68, 9.68 in the last layer" in said[0]
     )
+
+
+@pytest.mark.parametrize(
+    "preset, words",
+    [
+        ("paper/baseline", "V"),
+        ("paper/bov", "E_v[i], last:1/3, learned"),
+        ("table1/12", "V + x0 W_V, last:1/3, fixed"),
+        ("table3/v1_all", "V1, all, fixed"),
+        ("table3/ve_gated", "V + E_v[i], every:2, gated"),
+        ("fig5b/shared", "E_v[i], last:1/3, learned, one table for all"),
+    ],
+)
+def test_values_in_the_papers_words(tmp_path, preset, words):
+    (variant,) = Shelf(tmp_path).add(preset).variants()
+    assert variant.values == words
+
+
+# ---------------------------------------------------------------------------- incomplete records
+
+
+@pytest.mark.parametrize("part", ["plan", "config", "data", "seed", "preset", "eval_tokens"])
+def test_headers_of_other_versions_are_read(tmp_path, part):
+    shelf = Shelf(tmp_path).add(values=[1.4]).add("paper/bov", [1.39])
+    for folder in shelf.folders:
+        lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+        head = {name: value for name, value in json.loads(lines[0]).items() if name != part}
+        (folder / "metrics.jsonl").write_text(json.dumps(head) + "\n" + "".join(lines[1:]))
+    facts = gather([load_run(folder) for folder in shelf.folders], PAPER)
+    assert "1.3900" in bov_report.on_screen(facts)
+    assert report_findings.limits(facts.variants, facts.sections) and rows_of(facts.variants) is not None
