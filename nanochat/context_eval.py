@@ -14,9 +14,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from nanochat.common import get_dist_info, is_ddp_initialized, print0
+from nanochat.common import is_ddp_initialized, print0
 from nanochat.core_compare import DRAWS, SEED, interval, summarise
-from nanochat.core_eval import on_all_ranks
+from nanochat.core_eval import on_all_ranks, rank_and_ranks
 from nanochat.core_prompts import Question
 from nanochat.core_score import answer
 
@@ -160,7 +160,7 @@ def run_probe(model, tokenizer, probes, kind, length, n) -> dict:
     Accuracy of induction is the share of its tokens, its interval over items.
     """
     questions = probes.make(kind, length, n)
-    _, rank, _, world_size = get_dist_info()
+    rank, world_size = rank_and_ranks()
 
     def work():
         mine = questions[rank::world_size]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from nanochat.common import get_dist_info, is_ddp_initialized
+from nanochat.common import is_ddp_initialized
 from nanochat.core_prompts import (  # noqa: F401
     FIELDS,
     Question,
@@ -64,6 +64,10 @@ def answer_items(model, tokenizer, data, task, indices, norm="token", max_len=No
         yield Result(asked.index, asked.gold, asked.flags, found)
 
 
+def rank_and_ranks() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if is_ddp_initialized() else (0, 1)
+
+
 def on_all_ranks(work) -> list:
     """The lists that work() gives on each rank, joined on every rank. RankFailure on all when one rank fails."""
     if not is_ddp_initialized():
@@ -85,7 +89,7 @@ def answer_task(model, tokenizer, data, task, norm="token", max_len=None, watch=
 
     `watch` wraps the iterator of this rank's results (a progress bar). Raises RankFailure.
     """
-    _, rank, _, world_size = get_dist_info()
+    rank, world_size = rank_and_ranks()
     mine = range(rank, len(data), world_size)
     work = watch(answer_items(model, tokenizer, data, task, mine, norm, max_len))
     return sorted(on_all_ranks(lambda: list(work)), key=lambda result: result.index)

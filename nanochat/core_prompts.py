@@ -72,13 +72,10 @@ def find_common_length(token_sequences, direction="left"):
     if direction not in ("left", "right"):
         raise ValueError(f"direction {direction!r}: use left or right")
     step = 1 if direction == "left" else -1
-    columns = zip(*(sequence[::step] for sequence in token_sequences), strict=False)
-    count = 0
-    for column in columns:
-        if any(token != column[0] for token in column):
-            break
-        count += 1
-    return count
+    sequences = [sequence[::step] for sequence in token_sequences]
+    first, last = min(sequences), max(sequences)  # what these two share, all between them share
+    pairs = enumerate(zip(first, last, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(last)))
 
 
 def _encode(tokenizer, prompts):

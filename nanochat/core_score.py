@@ -100,9 +100,8 @@ def _cache(model, rows, positions):
     )  # fmt: skip
 
 
-def _read_shared(model, group):
-    """_read of all rows of the questions in `group`, the first tokens of each question read once."""
-    first = min(_shared(asked) for asked in group)
+def _read_shared(model, group, first):
+    """_read of all rows of the questions in `group`, the first `first` tokens of each question read once."""
     prefixes = stack_sequences([asked.rows[0][:first] for asked in group], PAD).to(model.get_device())
     once = _cache(model, len(group), first)
     model.trunk(prefixes, once)
@@ -126,10 +125,6 @@ def _shared(asked: Question) -> int:
     return min(find_common_length(asked.rows), *asked.starts) - 1
 
 
-def _pays(asked: Question) -> bool:
-    return len(asked.rows) > 1 and (len(asked.rows) - 1) * _shared(asked) >= WORTH_SHARING
-
-
 def _groups(sizes, budget):
     """Runs (lists of indices) of like sizes, each at most `budget` in all when padded to its largest, or one long."""
     run = []
@@ -145,11 +140,13 @@ def _groups(sizes, budget):
 def _read_all(model, questions):
     """For each question its rows' (losses, predictions)."""
     budget = TOKENS_PER_PASS.get(model.get_device().type, TOKENS_PER_PASS_ELSEWHERE)
-    sharing = [asked for asked in questions if _pays(asked)]
+    sizes = {asked.index: _shared(asked) for asked in questions if len(asked.rows) > 1}
+    saved = {asked.index: (len(asked.rows) - 1) * sizes.get(asked.index, 0) for asked in questions}
+    sharing = [asked for asked in questions if saved[asked.index] >= WORTH_SHARING]
     found = {}
-    for run in _groups([_shared(asked) for asked in sharing], budget):
+    for run in _groups([sizes[asked.index] for asked in sharing], budget):
         group = [sharing[i] for i in run]
-        results = iter(_read_shared(model, group))
+        results = iter(_read_shared(model, group, sizes[group[0].index]))
         found.update((asked.index, [next(results) for _ in asked.rows]) for asked in group)
     single = [asked for asked in questions if asked.index not in found]
     rows = [row for asked in single for row in zip(asked.rows, asked.starts, strict=True)]

@@ -20,7 +20,7 @@ from nanochat.core_bundle import (
     task_identity,
 )
 from nanochat.core_compare import CORE, ITEMS, core_interval, summarise
-from nanochat.core_eval import answer_task, context_of, on_all_ranks
+from nanochat.core_eval import answer_task, context_of, on_all_ranks, rank_and_ranks
 from nanochat.core_score import NORMS
 from nanochat.metrics import config_hash
 
@@ -68,8 +68,13 @@ class Store:
         if not path.exists():
             return []
         try:
-            return [dict(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
-        except (ValueError, TypeError) as error:
+            header, *lines = (dict(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines())
+            if header["kind"] != "header" or not all(
+                line["kind"] in ("item", "task") and line["task"] for line in lines
+            ):
+                raise ValueError("a line of another kind")
+            return [header, *lines]
+        except (ValueError, TypeError, KeyError) as error:
             print(f"{path}: not a file of CORE items ({error}); written anew")
             return []
 
@@ -164,9 +169,10 @@ def core_identity(settings: Settings, max_per_task, context) -> dict:
     return {"norm": settings.norm_used, "max_per_task": max(max_per_task, -1), "context": context}
 
 
-def evaluate_core(model, tokenizer, device, max_per_task=-1, *, settings=None, store=None) -> dict:
+def evaluate_core(model, tokenizer, device, max_per_task=-1, *, settings=None, store=None, say=print0) -> dict:
     """Evaluate all tasks on all ranks; `device` is the model's, `store` (rank 0) keeps what is finished.
 
+    `say` gets one line per task.
     Returns upstream's results and centered_results {label: value} and core_metric, and what core.json holds besides:
     tasks (core_compare.summarise, flags), core_interval, core_tasks, norm, max_per_task, context, baselines,
     bundle_sha256, missing_tasks (labels of the list that the bundle lacks), failed_tasks {label: why}, flags, and
@@ -175,13 +181,20 @@ def evaluate_core(model, tokenizer, device, max_per_task=-1, *, settings=None, s
     Raises ValueError for settings that cannot be met, RankFailure when a rank fails: finished tasks are kept.
     """
     settings = settings or Settings()
-    (bundle,) = {Path(path) for path in on_all_ranks(lambda: [str(find_bundle(settings.eval_bundle))])}
+    bundle = Path(on_all_ranks(lambda: [str(find_bundle(settings.eval_bundle))])[rank_and_ranks()[0]])
     tasks, missing = choose_tasks(bundle, settings.tasks)
     baselines = read_baselines(bundle, settings.baselines, [task.label for task in tasks])
     kept = on_all_ranks(lambda: store.all_lines() if store else [])
     found, failed = {}, {}
+
+    def keep_summary():
+        summary = _summary(settings, tasks, found, missing, failed, baselines, max_per_task)
+        summary["context"] = context_of(model, settings.max_len)
+        if store:
+            store.write(summary)
+        return summary
+
     for task in tasks:
-        print0(f"{task.label} ({task.shots}-shot, {task.kind})", end=" ", flush=True)
         try:
             lines = _kept(kept, task)
             if lines is None:
@@ -190,19 +203,17 @@ def evaluate_core(model, tokenizer, device, max_per_task=-1, *, settings=None, s
                     store.add(lines)
         except ValueError as error:
             failed[task.label] = str(error)
-            print0(f"failed: {error}", flush=True)
+            say(f"{task.label} failed: {error}")
             continue
         found[task.label] = row = _task_summary(task, lines, baselines[task.label])
         low, high = row["accuracy_interval"]
-        print0(f"accuracy {row['accuracy']:.4f} [{low:.3f}, {high:.3f}], centred {row['centered']:.4f}, "
-               f"{row['seconds']:.1f} s{_said(row['flags'])}", flush=True)  # fmt: skip
-        summary = _summary(settings, tasks, found, missing, failed, baselines, max_per_task)
-        summary["context"] = context_of(model, settings.max_len)
-        if store:
-            store.write(summary)
+        said = "".join(f", {count} {flag}" for flag, count in row["flags"].items())
+        say(f"{task.label} ({task.shots}-shot): accuracy {row['accuracy']:.4f} [{low:.3f}, {high:.3f}], centred "
+            f"{row['centered']:.4f}, {row['seconds']:.1f} s{said}")  # fmt: skip
+        keep_summary()
     if not found:
         raise ValueError(f"no task of {bundle} could be evaluated; first: {next(iter(failed.values()))}")
-    return summary | {"failed_tasks": failed}
+    return keep_summary()
 
 
 def _kept(lines, task):
@@ -211,10 +222,6 @@ def _kept(lines, task):
     if not own or any(own[-1][key] != value for key, value in task_identity(task).items()):
         return None
     return own
-
-
-def _said(flags):
-    return "".join(f", {count} {flag}" for flag, count in flags.items())
 
 
 def _summary(settings, tasks, found, missing, failed, baselines, max_per_task) -> dict:

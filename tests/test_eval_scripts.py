@@ -1,6 +1,7 @@
 """base_eval and bov_sample on a small base directory: what they print, write and refuse."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -11,7 +12,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
+import core_items
 from models import build
 from nanochat import checkpoint_manager as cm
 from nanochat.common import file_sha256
@@ -159,12 +162,12 @@ def test_one_pass_reads_the_validation_split_alone(here):
     assert set(result(here)["bpb"]) == {"val"}
 
 
-def test_samples_and_core_line(here, capsys):
-    evaluate("--eval", "core,sample", "--model-tag", "tiny")
-    samples, shown = result(here)["samples"], capsys.readouterr().out
+def test_samples_are_the_prompts_continued(here):
+    evaluate("--eval", "sample", "--model-tag", "tiny")
+    samples = result(here)["samples"]
     assert len(samples["conditioned"]) == 7 and len(samples["unconditioned"]) == 8
     assert all(text.startswith(prompt) for text, prompt in zip(samples["conditioned"], base_eval.PROMPTS, strict=True))
-    assert "CORE evaluation is not in this version" in shown and "bpb" not in result(here)
+    assert "bpb" not in result(here)
 
 
 @pytest.mark.parametrize(("tokens", "splits"), [("100", {"train", "val"}), ("-1", {"val"})], ids=["tokens", "one-pass"])
@@ -274,4 +277,134 @@ def test_help_names_every_default(capsys):
     with pytest.raises(SystemExit):
         base_eval.parse_args(["--help"])
     flags = re.split(r"\n  --", capsys.readouterr().out.split("options:")[1])[1:]
-    assert len(flags) == 7 and all(re.search(r"\(default:\s.*\)", flag, re.DOTALL) for flag in flags)
+    assert len(flags) == 14 and all(re.search(r"\(default:\s.*\)", flag, re.DOTALL) for flag in flags)
+
+
+# ---------------------------------------------------------------------------- base_eval: CORE, context, other texts
+
+
+@pytest.fixture
+def bundle(tmp_path):
+    sizes = {"own_mc": ("multiple_choice", 4), "own_lm": ("language_modeling", 3)}
+    return core_items.write_bundle(tmp_path / "bundle", sizes, shots=1)
+
+
+@pytest.fixture
+def folder(here):
+    """The checkpoint's folder, without what an evaluation left."""
+    folder = here / "base_checkpoints" / "tiny"
+    for name in ("core.json", "items.jsonl", "context.json"):
+        (folder / name).unlink(missing_ok=True)
+    return folder
+
+
+def test_core_writes_its_files_and_a_rerun_answers_nothing_again(here, folder, bundle, capsys, monkeypatch):
+    evaluate("--eval", "core", "--eval-bundle", str(bundle))
+    core = json.loads((folder / "core.json").read_text())
+    assert core["model_tag"] == "tiny" and core["step"] == 2 and core["compute_dtype"] == "float32"
+    assert core["checkpoint_sha256"] == file_sha256(folder / "model_000002.pt") and core["norm"] == "token"
+    assert f"CORE {core['core_metric']:.4f}" in capsys.readouterr().out
+    assert (here / "base_eval" / "tiny_000002.csv").read_text().splitlines()[0].startswith("Task")
+    assert not result_path(here).exists()  # which is for the other modes
+    monkeypatch.setattr("nanochat.core_suite.answer_task", None)
+    evaluate("--eval", "core", "--eval-bundle", str(bundle))
+    assert json.loads((folder / "core.json").read_text()) == core
+
+
+def test_core_that_is_incomplete_ends_with_what_failed_after_all_else_is_written(here, folder, bundle):
+    (bundle / "eval_data" / "own" / "own_mc.jsonl").write_text("{}\n")
+    with pytest.raises(ValueError, match="CORE is incomplete.*own_mc: .*item 1 has no 'query'"):
+        evaluate("--eval", "core,bpb", "--eval-bundle", str(bundle), "--split-tokens", "64")
+    assert result(here)["bpb"] and json.loads((folder / "core.json").read_text())["core_metric"] is None
+    assert "own_lm" in (here / "base_eval" / "tiny_000002.csv").read_text()
+
+
+def test_core_under_torchrun_is_what_one_process_finds(here, folder, bundle):
+    evaluate("--eval", "core", "--eval-bundle", str(bundle))
+    alone = json.loads((folder / "core.json").read_text())["results"]
+    (folder / "items.jsonl").unlink()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m"]
+    flags = ["scripts.base_eval", "--eval", "core", "--eval-bundle", str(bundle), "--device-type", "cpu"]
+    done = subprocess.run([*command, *flags], capture_output=True, text=True, cwd=Path(__file__).parent.parent)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads((folder / "core.json").read_text())["results"] == alone and done.stdout.count("\nCORE ") == 1
+
+
+UPSTREAM = os.environ.get("NANOCHAT_UPSTREAM")
+THEIR_SCRIPT = """
+import json, runpy, sys
+from pathlib import Path
+from nanochat.checkpoint_manager import load_model
+theirs = runpy.run_path(str(Path(sys.argv[1], "scripts", "base_eval.py")), run_name="theirs")
+model, tokenizer, _ = load_model("base", "cpu", phase="eval")
+print(json.dumps(theirs["evaluate_core"](model, tokenizer, "cpu")))
+"""
+
+
+@pytest.mark.skipif(not UPSTREAM, reason="set NANOCHAT_UPSTREAM to a checkout of upstream nanochat")
+def test_upstreams_script_on_this_package_finds_the_same(here, folder, bundle):
+    evaluate("--eval", "core", "--eval-bundle", str(bundle))
+    core = json.loads((folder / "core.json").read_text())
+    shutil.copytree(bundle, here / "eval_bundle")
+    command = [sys.executable, "-c", THEIR_SCRIPT, UPSTREAM]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
+    finally:
+        shutil.rmtree(here / "eval_bundle")
+    assert done.returncode == 0, done.stderr[-3000:]
+    theirs = json.loads(done.stdout.splitlines()[-1])
+    assert theirs["results"] == pytest.approx(core["results"])
+    assert theirs["core_metric"] == pytest.approx(core["core_metric"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--eval-bundle", "nowhere"], "--eval-bundle nowhere: .*core.yaml is missing"),
+        (["--core-tasks", "dclm22"], "--core-tasks dclm22: .* has none of its tasks"),
+        (["--core-max-len", "1"], "--core-max-len 1: at least 2"),
+        (["--core-baselines", "none.csv"], "--core-baselines none.csv"),
+    ],
+)
+def test_core_refuses(here, bundle, options, message):
+    with pytest.raises(ValueError, match=message):
+        evaluate("--eval", "core", "--eval-bundle", str(bundle), *options)
+
+
+def test_the_papers_audit_needs_no_model(capsys):
+    pytest.importorskip("tomllib")
+    base_eval.main(["--audit-paper"])
+    assert "CORE 0.334 and 0.351 cannot be recomputed" in capsys.readouterr().out
+
+
+def test_context_is_written_beside_the_checkpoint(here, folder, capsys):
+    evaluate("--eval", "context", "--max-per-task", "2", "--split-tokens", "200")
+    found = json.loads((folder / "context.json").read_text())
+    assert found["model_tag"] == "tiny" and found["items"] == 2 and found["sequence_len"] == 16
+    for windows in ("trained", "unlimited"):
+        assert [row["from"] for row in found["positions"][windows]] == list(range(0, 64, 4))
+        assert all(1 < row["bpb"] < 40 for row in found["positions"][windows])
+        assert [row["length"] for row in found["probes"]["induction"][windows]] == [4, 8, 16, 32, 64]
+    assert "bits per byte by position, unlimited windows" in capsys.readouterr().out
+
+
+def test_bpb_of_other_texts_counts_every_byte(here, tmp_path):
+    (tmp_path / "a.txt").write_text("Schöne Grüße vom Café am Fluß. " * 9, encoding="utf-8")
+    (tmp_path / "b.txt").write_text("kurz", encoding="utf-8")
+    evaluate("--eval", "bpb", "--source", f"text:{tmp_path}/*.txt", "--split-tokens=-1")
+    found = result(here)["source_bpb"]
+    model, tokenizer, _ = cm.load_model("base", "cpu", phase="eval")
+    nats = size = 0
+    for name in ("a.txt", "b.txt"):
+        text = (tmp_path / name).read_text(encoding="utf-8")
+        tokens, size = tokenizer.encode(text, prepend="<|bos|>"), size + len(text.encode())
+        for start in range(0, len(tokens) - 1, 16):
+            row = torch.tensor([tokens[start : start + 17]])
+            nats += model(row[:, :-1], row[:, 1:], loss_reduction="sum").item()
+    assert found["bpb"] == pytest.approx(nats / math.log(2) / size, rel=1e-4) and "bpb" not in result(here)
+
+
+@pytest.mark.parametrize("source", ["sotu", "text:", "books/*.txt", "text:/nowhere/*.txt"])
+def test_sources_that_are_none_are_refused(here, source):
+    with pytest.raises(ValueError, match=f"--source {re.escape(source)}"):
+        evaluate("--eval", "bpb", "--source", source)
