@@ -12,6 +12,7 @@ One that takes longer than its share of --limit is skipped. The exit code is 1 u
 
 import argparse
 import os
+import signal
 import sys
 import time
 
@@ -102,4 +103,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a part's processes end with this one
     main()
