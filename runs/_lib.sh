@@ -115,7 +115,7 @@ sample_run() { # sample_run TAG FLAG...: text on the screen and in report/sample
     mv "$file.part" "$file"
 }
 
-report_runs() { # report_runs TAG...: one table on the screen, report.md and curves in report/
+report_runs() { # report_runs TAG...: tables on the screen, report.md, report.html and pictures in report/
     local tag samples=() folders=()
     for tag in "$@"; do
         folders+=("$CHECKPOINTS/$tag")
