@@ -331,7 +331,7 @@ def main(argv=None):
 if __name__ == "__main__":
     try:
         main()
-    except (ValueError, FileNotFoundError, RankFailure) as error:
+    except (ValueError, OSError, RankFailure) as error:
         message = f"base_eval: {error}"
     except KeyboardInterrupt:
         message = "\nbase_eval: stopped"

@@ -1,6 +1,6 @@
 """Items, tokenizer and models of our own for the tests of CORE, and what upstream's evaluator answers to them.
 
-NANOCHAT_UPSTREAM=DIR python tests/core_items.py   writes those answers to tests/data/core_upstream.json
+NANOCHAT_DTYPE=float32 NANOCHAT_UPSTREAM=DIR python tests/core_items.py   writes those answers to tests/data/core_upstream.json
 """
 
 import importlib.util
@@ -164,7 +164,6 @@ def upstream_answers(checkout) -> dict:
 
 
 if __name__ == "__main__":
-    os.environ["NANOCHAT_DTYPE"] = "float32"
     checkout = os.environ["NANOCHAT_UPSTREAM"]
     commit = subprocess.check_output(["git", "-C", checkout, "rev-parse", "HEAD"], text=True).strip()
     ANSWERS.parent.mkdir(exist_ok=True)
