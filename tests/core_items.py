@@ -1,6 +1,6 @@
 """Items, tokenizer and models of our own for the tests of CORE, and what upstream's evaluator answers to them.
 
-NANOCHAT_DTYPE=float32 NANOCHAT_UPSTREAM=DIR python tests/core_items.py   writes those answers to tests/data/core_upstream.json
+NANOCHAT_DTYPE=float32 NANOCHAT_UPSTREAM=DIR python tests/core_items.py   writes them to tests/data/core_upstream.json
 """
 
 import importlib.util
