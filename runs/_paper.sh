@@ -242,7 +242,7 @@ evaluate_variant() { # evaluate_variant TAG: once; not where a result came witho
             return
         fi
     fi
-    local command=(scripts.base_eval --model-tag "$1" --eval "$EVAL" --split-tokens "$EVAL_TOKENS"
+    local command=(scripts.base_eval --model-tag "$1" --eval "$EVAL" --core-tasks paper21 --split-tokens "$EVAL_TOKENS"
         --device-batch-size "$DEVICE_BATCH" --device-type "$DEVICE")
     if [ $DEVICE = cpu ]; then py -m "${command[@]}"; else ranks "${LOCAL[@]}" -- "${command[@]}"; fi
 }
