@@ -1,21 +1,34 @@
-"""Checkpoints in upstream's layout: model_000123.pt, optim_000123_rank0.pt, and meta_000123.json, written last.
+"""Models from checkpoints: ours, upstream's, those of the paper's authors. The files are checkpoint_files.py's."""
 
-A step is complete when its model and its metadata are there; a kill while saving leaves the step before it the newest.
-"""
-
-import json
 import os
 import re
-import sys
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from nanochat.authors_checkpoints import authors_config, authors_state
-from nanochat.common import atomic_write, get_base_dir, is_ddp_initialized, print0, write_json
+from nanochat.checkpoint_files import (
+    check_step,
+    find_last_step,
+    list_steps,
+    meta_path,
+    model_path,
+    optimizer_path,
+    read_meta,
+    read_tensors,
+    require_step,
+    save_checkpoint,
+    say,
+    shards,
+)
+from nanochat.common import first_line, get_base_dir
 from nanochat.gpt import GPT, config_from_dict
 from nanochat.tokenizer import get_tokenizer
+
+__all__ = [
+    "build_model", "check_keys", "find_largest_model", "find_last_step", "flag_of", "list_steps", "load_checkpoint",
+    "load_model", "load_model_from_dir", "load_optimizer_shards", "load_optimizer_state", "meta_path", "model_path",
+    "optimizer_path", "resolve_checkpoint", "save_checkpoint",
+]  # fmt: skip
 
 SOURCES = {"base": "base_checkpoints", "sft": "chatsft_checkpoints", "rl": "chatrl_checkpoints"}
 
@@ -32,83 +45,7 @@ AXIS_OF_KEY = (
 )
 
 
-def model_path(checkpoint_dir, step) -> Path:
-    return Path(checkpoint_dir, f"model_{step:06d}.pt")
-
-
-def meta_path(checkpoint_dir, step) -> Path:
-    return Path(checkpoint_dir, f"meta_{step:06d}.json")
-
-
-def optimizer_path(checkpoint_dir, step, rank) -> Path:
-    return Path(checkpoint_dir, f"optim_{step:06d}_rank{rank}.pt")
-
-
-def _say(message):
-    """Notices go to stderr: stdout belongs to the caller's results."""
-    print0(message, file=sys.stderr)
-
-
-# ---------------------------------------------------------------------------- saving
-
-
-def save_checkpoint(checkpoint_dir, step, model_data, optimizer_data, meta_data, rank=0):
-    """Write one step: each rank its optimizer shard, if it has one, then rank 0 the model and, last, the metadata.
-
-    Under torchrun every rank calls it: rank 0 waits for all shards before the metadata makes the step complete. A step
-    saved before is replaced. NaN and infinity become null in the metadata.
-    """
-    world_size = dist.get_world_size() if is_ddp_initialized() else 1
-    if rank == 0:
-        meta_path(checkpoint_dir, step).unlink(missing_ok=True)
-    shard = optimizer_path(checkpoint_dir, step, rank)
-    if optimizer_data is None:
-        shard.unlink(missing_ok=True)
-    else:
-        _save(shard, optimizer_data)
-    if world_size > 1:
-        dist.barrier()
-    if rank == 0:
-        for path in (path for owner, path in _shards(checkpoint_dir, step).items() if owner >= world_size):
-            path.unlink()  # of a run on more ranks
-        _save(model_path(checkpoint_dir, step), model_data)
-        write_json(meta_path(checkpoint_dir, step), meta_data)
-        _say(f"saved step {step} to {checkpoint_dir}")
-
-
-def _save(path, data):
-    with atomic_write(path) as f:
-        torch.save(data, f)
-
-
 # ---------------------------------------------------------------------------- finding
-
-
-def _shards(checkpoint_dir, step) -> dict[int, Path]:
-    """{rank: path} of the optimizer shards of one step."""
-    found = {}
-    for path in Path(checkpoint_dir).glob(f"optim_{step:06d}_rank*.pt"):
-        if match := re.fullmatch(r"optim_\d+_rank(\d+)\.pt", path.name):
-            found[int(match[1])] = path
-    return dict(sorted(found.items()))
-
-
-def list_steps(checkpoint_dir) -> list[int]:
-    """Complete steps in ascending order; empty for a folder that is not there."""
-    names = os.listdir(checkpoint_dir) if os.path.isdir(checkpoint_dir) else []
-    models = {int(match[1]) for name in names if (match := re.fullmatch(r"model_(\d{6,})\.pt", name))}
-    metas = {int(match[1]) for name in names if (match := re.fullmatch(r"meta_(\d{6,})\.json", name))}
-    return sorted(models & metas)
-
-
-def find_last_step(checkpoint_dir) -> int:
-    """Newest complete step. Raises FileNotFoundError when there is none."""
-    steps = list_steps(checkpoint_dir)
-    if not steps:
-        raise FileNotFoundError(
-            f"no complete checkpoint (model_*.pt with meta_*.json) in {checkpoint_dir}: train first"
-        )
-    return steps[-1]
 
 
 def find_largest_model(checkpoints_dir) -> str:
@@ -138,7 +75,7 @@ def resolve_checkpoint(source, model_tag=None, step=None):
 def _resolve_dir(checkpoints_dir, model_tag, step):
     if model_tag is None:
         model_tag = find_largest_model(checkpoints_dir)
-        _say(f"no model tag given, using {model_tag}")
+        say(f"no model tag given, using {model_tag}")
     checkpoint_dir = os.path.join(checkpoints_dir, model_tag)
     if not os.path.isdir(checkpoint_dir):
         tags = sorted(os.listdir(checkpoints_dir)) if os.path.isdir(checkpoints_dir) else []
@@ -149,37 +86,24 @@ def _resolve_dir(checkpoints_dir, model_tag, step):
 # ---------------------------------------------------------------------------- loading
 
 
-def load_checkpoint(checkpoint_dir, step, device, load_optimizer=False, rank=0):
+def load_checkpoint(checkpoint_dir, step, device, load_optimizer=False, rank=0, checked=False):
     """(model state, optimizer state of `rank` or None, metadata) of one step.
 
+    Files are compared with their sizes and hashes first, unless they have been `checked` before.
     Raises FileNotFoundError listing the steps there are, or the shards, and ValueError naming a file that is damaged.
     """
-    if step not in list_steps(checkpoint_dir):
-        steps = ", ".join(map(str, list_steps(checkpoint_dir))) or "none"
-        raise FileNotFoundError(f"no complete step {step} in {checkpoint_dir}; complete steps: {steps}")
-    meta_data = _read_meta(meta_path(checkpoint_dir, step))
-    model_data = _read(model_path(checkpoint_dir, step), device)
+    require_step(checkpoint_dir, step)
+    if not checked:
+        check_step(checkpoint_dir, step, hashes=True)
+    meta_data = read_meta(checkpoint_dir, step)
+    model_data = read_tensors(model_path(checkpoint_dir, step), device)
     if not load_optimizer:
         return model_data, None, meta_data
     path = optimizer_path(checkpoint_dir, step, rank)
     if not path.exists():
-        ranks = ", ".join(map(str, _shards(checkpoint_dir, step))) or "none"
+        ranks = ", ".join(map(str, shards(checkpoint_dir, step))) or "none"
         raise FileNotFoundError(f"{path}: no optimizer shard of rank {rank}; there are shards of ranks: {ranks}")
-    return model_data, _read(path, device), meta_data
-
-
-def _read(path, device):
-    try:
-        return torch.load(path, map_location=device, weights_only=True)
-    except Exception as error:
-        raise ValueError(f"{path} cannot be read ({error}): delete this step or choose another") from error
-
-
-def _read_meta(path):
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}): delete this step or choose another") from error
+    return model_data, read_tensors(path, device), meta_data
 
 
 def load_optimizer_shards(checkpoint_dir, step, device) -> list:
@@ -187,12 +111,12 @@ def load_optimizer_shards(checkpoint_dir, step, device) -> list:
 
     Raises FileNotFoundError when there is none or a rank is missing.
     """
-    shards = _shards(checkpoint_dir, step)
-    if list(shards) != list(range(len(shards))) or not shards:
+    found = shards(checkpoint_dir, step)
+    if list(found) != list(range(len(found))) or not found:
         raise FileNotFoundError(
-            f"{checkpoint_dir}: step {step} has optimizer shards of ranks {list(shards)}, not of all from 0 on"
+            f"{checkpoint_dir}: step {step} has optimizer shards of ranks {list(found)}, not of all from 0 on"
         )
-    return [_read(path, device) for path in shards.values()]
+    return [read_tensors(path, device) for path in found.values()]
 
 
 def load_optimizer_state(source, device, rank, model_tag=None, step=None):
@@ -200,9 +124,9 @@ def load_optimizer_state(source, device, rank, model_tag=None, step=None):
     checkpoint_dir, step = resolve_checkpoint(source, model_tag, step)
     path = optimizer_path(checkpoint_dir, step, rank)
     if not path.exists():
-        _say(f"no optimizer state: {path}")
+        say(f"no optimizer state: {path}")
         return None
-    return _read(path, device)
+    return read_tensors(path, device)
 
 
 def build_model(checkpoint_dir, step, device, phase):
@@ -218,7 +142,13 @@ def build_model(checkpoint_dir, step, device, phase):
     model_data, _, meta_data = load_checkpoint(checkpoint_dir, step, device)
     if "model_config" not in meta_data:
         raise ValueError(f"{meta_path(checkpoint_dir, step)} has no model_config: not a checkpoint of a model")
-    model = model_from_state(model_data, meta_data, device)
+    try:
+        model = model_from_state(model_data, meta_data, device)
+    except (ValueError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
+        problem = error if isinstance(error, ValueError) else f"{type(error).__name__}: {first_line(error)}"
+        raise ValueError(
+            f"{model_path(checkpoint_dir, step)} and {meta_path(checkpoint_dir, step).name}: {problem}"
+        ) from error
     model.train(phase == "train")
     tokenizer = get_tokenizer()
     if tokenizer.get_vocab_size() != model.config.vocab_size:
@@ -237,21 +167,23 @@ def model_from_state(model_data, meta_data, device):
         config = authors_config(model_type, config)
     config.setdefault("window_pattern", "L")  # checkpoints from before the windows attend to everything
     config = config_from_dict(config)
+    state = {key.removeprefix("_orig_mod."): value for key, value in model_data.items()}
+    if not all(isinstance(value, torch.Tensor) for value in state.values()) or config.n_layer > max(len(state), 1):
+        raise ValueError(f"not the weights of a model of {config.n_layer} layers")
     with torch.device("meta"):
         model = GPT(config)
-    model.to_empty(device=device)
-    model.init_weights()
     own = model.state_dict()
-    state = {key.removeprefix("_orig_mod."): value for key, value in model_data.items()}
     if model_type is not None:
         state = authors_state(state, config, own)
-    _add_neutral(state, own)
-    check_keys(state, own)
-    model.load_state_dict(_cast_tables(state, own), assign=True)
+    _add_neutral(state, own, device)
+    check_keys(state, own)  # before memory is asked for
+    model.to_empty(device=device)
+    model.init_weights()
+    model.load_state_dict(_cast_tables(state, model.state_dict()), assign=True)
     return model
 
 
-def _add_neutral(state, own):
+def _add_neutral(state, own, device):
     """Parameters that older models lack, at the values where they do nothing."""
     neutral = {
         "resid_lambdas": 1.0,
@@ -262,9 +194,9 @@ def _add_neutral(state, own):
     }
     missing = [key for key in neutral if key in own and key not in state]
     for key in missing:
-        state[key] = torch.full_like(own[key], neutral[key])
+        state[key] = torch.full_like(own[key], neutral[key], device=device)
     if missing:
-        _say(f"the checkpoint lacks {', '.join(missing)}: set to values without effect")
+        say(f"the checkpoint lacks {', '.join(missing)}: set to values without effect")
 
 
 def _cast_tables(state, own):
@@ -274,7 +206,7 @@ def _cast_tables(state, own):
         {f"{state[key].dtype} to {own[key].dtype}" for key in tables if state[key].dtype != own[key].dtype}
     )
     if changed:
-        _say(f"embeddings and tables cast from {', '.join(changed)}")
+        say(f"embeddings and tables cast from {', '.join(changed)}")
     return state | {key: state[key].to(own[key].dtype) for key in tables}
 
 
@@ -294,13 +226,28 @@ def check_keys(state, own):
 
 def _axis_of(key):
     axis = next((axis for pattern, axis in AXIS_OF_KEY if re.fullmatch(pattern, key)), None)
-    return f"see {axis} in model_config" if axis else "no field of model_config explains it"
+    if axis is None:
+        return "no field of model_config explains it"
+    flags = re.sub(r"\w+_\w+|trunk|smear", lambda field: flag_of(field[0]), axis)
+    return f"see {axis} in model_config, set by {flags}"
+
+
+# fields of GPTConfig that no flag of the same name sets
+FLAGS = {
+    "n_layer": "--depth", "n_embd": "--aspect-ratio and --head-dim", "n_head": "--aspect-ratio and --head-dim",
+    "n_kv_head": "--kv-heads", "sequence_len": "--max-seq-len", "vocab_size": "the tokenizer",
+}  # fmt: skip
+
+
+def flag_of(field: str) -> str:
+    """The flag of base_train that sets a field of GPTConfig."""
+    return FLAGS.get(field, "--" + field.replace("_", "-"))
 
 
 def load_model_from_dir(checkpoints_dir, device, phase, model_tag=None, step=None):
     """build_model for a tag under `checkpoints_dir`; tag None = the largest model, step None = the newest."""
     checkpoint_dir, step = _resolve_dir(checkpoints_dir, model_tag, step)
-    _say(f"loading {checkpoint_dir}, step {step}")
+    say(f"loading {checkpoint_dir}, step {step}")
     return build_model(checkpoint_dir, step, device, phase)
 
 

@@ -142,10 +142,16 @@ def get_base_dir() -> str:
 
 @contextmanager
 def atomic_write(path, mode="wb"):
-    """A file handle whose content appears under `path` whole (temporary name, fsync, rename) or not at all."""
+    """A file handle whose content appears under `path` whole (temporary name, fsync, rename) or not at all.
+
+    Raises OSError naming `path` where the disk or the permissions do not allow it.
+    """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    except OSError as error:
+        raise _about(error, path) from error
     try:
         with os.fdopen(fd, mode, encoding=None if "b" in mode else "utf-8") as f:
             yield f
@@ -153,9 +159,37 @@ def atomic_write(path, mode="wb"):
             os.fsync(f.fileno())
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
-    except BaseException:
+        _sync_folder(path.parent)
+    except BaseException as error:
         Path(temporary).unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise _about(error, path) from error
         raise
+
+
+def _about(error: OSError, path) -> OSError:
+    """The same kind of error about the file that the user knows, not about its temporary name."""
+    return type(error)(error.errno, f"not written: {error.strerror or error}", str(path))
+
+
+def _sync_folder(folder):
+    """A rename outlives a power cut once its folder is on the disk; file systems that cannot do this are let be."""
+    try:
+        fd = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(fd)
+    except OSError:
+        pass
+    finally:
+        os.close(fd)
+
+
+def first_line(error) -> str:
+    """An exception in one line of at most 200 characters: its first line, or its kind when it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__
 
 
 def jsonable(value):
@@ -186,11 +220,12 @@ def file_sha256(path) -> str:
 def download_file_with_lock(url, filename, postprocess_fn=None):
     """`url` into base_dir/`filename` once, whichever rank comes first; returns the path.
 
-    The file takes its name only when complete; `postprocess_fn(path)` runs before that name appears to others.
-    Raises requests.RequestException when the server does not deliver.
+    `postprocess_fn(path of the whole file)` runs before the file takes its name, so a kill in between does it again.
+    Raises ValueError naming file and address when the server does not deliver (see nanochat.download).
     """
-    import requests
     from filelock import FileLock
+
+    from nanochat.download import download
 
     path = os.path.join(get_base_dir(), filename)
     if os.path.exists(path):
@@ -199,19 +234,10 @@ def download_file_with_lock(url, filename, postprocess_fn=None):
         if os.path.exists(path):
             return path
         print(f"downloading {url}")
-        with requests.get(url, stream=True, timeout=30) as response:
-            response.raise_for_status()
-            expected = response.headers.get("Content-Length")
-            with atomic_write(path) as f:
-                size = sum(f.write(block) for block in response.iter_content(1 << 20))
-                if expected is not None and "Content-Encoding" not in response.headers and size != int(expected):
-                    raise requests.ConnectionError(f"{url}: {size} bytes of {expected} arrived; run the command again")
+        arrived = download(url, f"{path}.new", command="the same command again")
         if postprocess_fn is not None:
-            try:
-                postprocess_fn(path)
-            except BaseException:
-                os.remove(path)
-                raise
+            postprocess_fn(arrived)
+        os.replace(arrived, path)
     return path
 
 

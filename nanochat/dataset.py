@@ -28,7 +28,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from filelock import FileLock, Timeout
 
-from nanochat.common import file_sha256, get_base_dir, progress, write_json
+from nanochat.common import file_sha256, first_line, get_base_dir, progress, write_json
 from nanochat.download import Stopped, download
 
 BASE_URL = "https://huggingface.co/datasets/karpathy/climbmix-400b-shuffle/resolve/main"
@@ -66,9 +66,14 @@ def read_manifest(directory=None) -> dict:
         return {}
     try:
         with open(path, encoding="utf-8") as f:
-            return dict(json.load(f))
-    except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f"{path}: cannot be read ({error}); delete it and run the dataset command again") from error
+            manifest = dict(json.load(f))
+        for field, kind in (("source", str), ("files", dict)):
+            if not isinstance(manifest.get(field, kind()), kind):
+                raise TypeError(f"{field} is no {kind.__name__}")
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        reason = first_line(error)
+        raise ValueError(f"{path}: cannot be read ({reason}); delete it and run the dataset command again") from error
+    return manifest
 
 
 def refetch_command(path) -> str:
@@ -118,9 +123,10 @@ def split_paths(split, data_dir=None):
 def open_shard(path) -> pq.ParquetFile:
     """An open shard. ValueError names the file when it is not a whole parquet file with a string column `text`."""
     try:
-        shard = pq.ParquetFile(path)
+        shard = pq.ParquetFile(path, page_checksum_verification=True)
     except (OSError, pa.ArrowException) as error:
-        raise ValueError(f"{path}: not a whole parquet file ({error}); run {refetch_command(path)}") from error
+        reason = f"not a whole parquet file ({first_line(error)})"
+        raise ValueError(f"{path}: {reason}; run {refetch_command(path)}") from error
     schema = shard.schema_arrow
     if COLUMN not in schema.names:
         names = ", ".join(schema.names)
@@ -135,8 +141,10 @@ def read_row_group(path, index) -> pa.ChunkedArray:
     """Column `text` of one row group, empty documents left out. ValueError names a file that breaks off."""
     try:
         column = open_shard(path).read_row_group(index, columns=[COLUMN]).column(COLUMN)
+        column.validate(full=True)  # a flipped bit can leave what is no UTF-8
     except (OSError, pa.ArrowException) as error:
-        raise ValueError(f"{path}: row group {index} is damaged ({error}); run {refetch_command(path)}") from error
+        reason = f"row group {index} is damaged ({first_line(error)})"
+        raise ValueError(f"{path}: {reason}; run {refetch_command(path)}") from error
     return column.filter(pc.greater(pc.binary_length(column), 0))
 
 
@@ -167,12 +175,16 @@ def data_identity(data_dir=None) -> dict:
     source; train_shards (count), train_bytes, train_sha (over names, sizes and the first shard's sha256);
     val_shard, val_bytes, val_sha (the validation shard's sha256); train_text_sha, val_text_sha (over the documents
     alone, which no version of the parquet writer changes; None for climbmix).
+    Raises ValueError when one of the two hashed shards is not the one that source.json describes.
     """
     train, (val,) = split_paths("train", data_dir), split_paths("val", data_dir)
     sizes = [os.path.getsize(path) for path in train]
     lines = [f"{os.path.basename(path)} {size}" for path, size in zip(train, sizes, strict=True)]
     lines.append(shard_sha256(train[0]))
     manifest = read_manifest(os.path.dirname(val))
+    for path in (train[0], val):
+        if shard_sha256(path) != manifest.get("files", {}).get(os.path.basename(path), shard_sha256(path)):
+            raise ValueError(f"{path}: not the file that {MANIFEST} describes; run {refetch_command(path)}")
     return {
         "source": manifest.get("source", "climbmix"),
         "train_shards": len(train),
@@ -280,7 +292,7 @@ def main(argv=None):
 if __name__ == "__main__":
     try:
         main()
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     except (KeyboardInterrupt, Stopped):
         sys.exit("stopped; the same command goes on from here")

@@ -35,9 +35,9 @@ def download(url, path, *, command, check=None, attempts=5, pause=1.0, stop=None
     Raises ValueError naming the file, the address and `command`; Stopped when `stop` was set.
     """
     part = f"{path}.part"
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     for attempt in range(attempts):
         try:
+            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
             sha256 = _receive(url, part, stop, on_bytes)
             _verify(part, sha256, check)
         except (_TryAgain, requests.RequestException) as error:
@@ -47,6 +47,10 @@ def download(url, path, *, command, check=None, attempts=5, pause=1.0, stop=None
                 _sleep(max(wait, pause * 2**attempt * random.uniform(1.0, 1.25)), stop)
         except _Final as error:
             raise ValueError(f"{path}: {url} answers {error}; check the address, then run {command}") from None
+        except OSError as error:
+            raise ValueError(
+                f"{path}: {error.strerror or error}; make room or mend the folder, then {command}"
+            ) from error
         else:
             os.replace(part, path)
             return path
@@ -81,6 +85,8 @@ def _receive(url, part, stop, on_bytes):
                 f.write(block)
                 if on_bytes is not None:
                     on_bytes(len(block))
+            f.flush()
+            os.fsync(f.fileno())
     size = os.path.getsize(part)
     if total is not None and size != total:
         if size > total:

@@ -230,7 +230,7 @@ def build(source, *, num_files=-1, doc_words=None, holdout=0.1):
     claim_folder(source)
     manifest_path = os.path.join(get_data_dir(), MANIFEST)
     manifest = read_manifest()
-    if manifest.get("request") == request and _intact(manifest["files"]):
+    if manifest.get("request") == request and _intact(manifest.get("files")):
         print(f"{get_data_dir()}: {source} is there already", flush=True)
         return
     texts = readers[kind]()  # what cannot be read leaves the present shards alone
@@ -243,6 +243,9 @@ def build(source, *, num_files=-1, doc_words=None, holdout=0.1):
 
 
 def _intact(files):
+    """Whether the shards are there as source.json describes them."""
+    if not files:
+        return False
     paths = {os.path.join(get_data_dir(), name): sha256 for name, sha256 in files.items()}
     return all(os.path.exists(path) and file_sha256(path) == sha256 for path, sha256 in paths.items())
 

@@ -16,7 +16,7 @@ import rustbpe
 import tiktoken
 import torch
 
-from nanochat.common import atomic_write, file_sha256, get_base_dir, write_json
+from nanochat.common import atomic_write, file_sha256, first_line, get_base_dir, write_json
 
 SPECIAL_TOKENS = [
     "<|bos|>",  # begins every document
@@ -273,6 +273,10 @@ def _encoding(name, pattern, ranks, specials, source):
         raise ValueError(f"{source}: {error}; {REMEDY}") from error
 
 
+def _unreadable(path, what, error) -> ValueError:
+    return ValueError(f"{path}: {what} ({type(error).__name__}: {first_line(error)}); {REMEDY}")
+
+
 def _read_json(path):
     """(Encoding, bos token) from tokenizer.json and the ranks file it names."""
     try:
@@ -289,8 +293,8 @@ def _read_json(path):
         bos_token = meta["bos_token"]
         if bos_token not in meta["special_tokens"]:
             raise ValueError(f"no special token {bos_token!r}")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: cannot be read ({type(error).__name__}: {error}); {REMEDY}") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise _unreadable(path, "cannot be read", error) from error
     return _encoding(*parts, path), bos_token
 
 
@@ -317,7 +321,7 @@ def _read_pickle(path):
             state = _EncodingUnpickler(f).load().state
         parts = state["name"], state["pat_str"], state["mergeable_ranks"], state["special_tokens"]
     except Exception as error:  # a hostile pickle may fail in any way
-        raise ValueError(f"{path}: not a tiktoken encoding ({type(error).__name__}: {error}); {REMEDY}") from error
+        raise _unreadable(path, "not a tiktoken encoding", error) from error
     enc = _encoding(*parts, path)
     if BOS not in enc.special_tokens_set:
         raise ValueError(f"{path}: no special token {BOS!r}; {REMEDY}")
@@ -358,8 +362,7 @@ def get_token_bytes(device="cpu"):
         with open(path, "rb") as f:
             counts = torch.load(f, map_location="cpu", weights_only=True)
     except Exception as error:  # torch and pickle raise many kinds
-        reason = str(error).strip().splitlines()[0][:200]
-        raise ValueError(f"{path}: cannot be read ({type(error).__name__}: {reason}); {REMEDY}") from error
+        raise _unreadable(path, "cannot be read", error) from error
     expected = get_tokenizer().token_byte_counts()
     if not isinstance(counts, torch.Tensor) or counts.shape != expected.shape:
         found = tuple(counts.shape) if isinstance(counts, torch.Tensor) else type(counts).__name__

@@ -1,33 +1,22 @@
-"""Training: plan -> build -> loop -> save, as plain functions. scripts/base_train.py only parses flags.
+"""Training: plan -> build -> loop, as plain functions; saving.py keeps the run. scripts/base_train.py parses flags.
 
 Shapes: B batch, T time.
 """
 
 import gc
-import json
 import math
 import shutil
-import signal
 import time
-from dataclasses import asdict, dataclass, field
-from itertools import islice
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from nanochat import STARTED, flash_attention, metrics
+from nanochat import STARTED, failing, flash_attention, metrics
 from nanochat.bov import host
 from nanochat.bov.compiled import compile_fused, cpp_compiler
-from nanochat.checkpoint_manager import (
-    find_last_step,
-    list_steps,
-    load_checkpoint,
-    load_optimizer_shards,
-    meta_path,
-    model_path,
-    save_checkpoint,
-)
+from nanochat.checkpoint_files import meta_path, model_path
 from nanochat.common import (
     COMPUTE_DTYPE,
     COMPUTE_DTYPE_REASON,
@@ -35,13 +24,9 @@ from nanochat.common import (
     compute_init,
     file_sha256,
     get_base_dir,
-    jsonable,
     print0,
-    progress,
-    write_json,
 )
 from nanochat.dataloader import (
-    merge_states,
     one_pass_loader,
     packing_report,
     tokenizing_distributed_data_loader_bos_bestfit,
@@ -52,7 +37,9 @@ from nanochat.engine import Engine
 from nanochat.gpt import GPT, GPTConfig, config_to_dict
 from nanochat.loss_eval import evaluate_bpb
 from nanochat.plan import meta_model, plan_run, plan_summary
+from nanochat.saving import choose_step, identity, note_evaluation, read_done, restore, save, tidy
 from nanochat.schedule import Plan, lr_multiplier, muon_momentum, weight_decay_at
+from nanochat.stopping import interruptible, listen, stop, stop_requested
 from nanochat.tokenizer import get_token_bytes, get_tokenizer
 
 CPU_COMPILE_STEPS = 100
@@ -78,7 +65,8 @@ class Run:
     compiled: object  # the model as called in training; the model itself when not compiled
     optimizer: object
     log: metrics.Metrics
-    hash: str
+    identity: dict  # what decides the result, see saving.identity
+    hash: str  # of it
     summary: dict
     val_sha: str  # of the validation shard
     one_pass: bool  # evaluate on one pass at most
@@ -86,6 +74,7 @@ class Run:
     loader_state: dict | None = None
     val_pass: object = None  # the validation split once, packed when first needed
     step: int = 0
+    saved: int | None = None  # the newest step whose checkpoint is complete
     seconds: float = 0.0  # of training steps, without evaluation and saving
     waited: float = 0.0  # of them spent waiting for the loader, since this process began
     evaluated: float = 0.0  # seconds of evaluation, since this process began
@@ -130,22 +119,11 @@ def _folder(args) -> Path:
     return Path(get_base_dir(), "base_checkpoints", args.model_tag or f"d{args.depth}")
 
 
-def identity(config, plan: Plan, args, data: dict, tokenizer_hash: str) -> dict:
-    """What decides a run's result; neither paths, names, ranks nor the device batch are part of it."""
-    own = {k: v for k, v in asdict(plan).items() if k not in ("device_batch_size", "world_size", "grad_accum_steps")}
-    text = {"source": data["source"]}  # of the text itself where it is known: shards differ between parquet versions
-    text |= {split: data[f"{split}_text_sha"] or data[f"{split}_sha"] for split in ("train", "val")}
-    text |= {"train_part": args.train_part} if args.train_part != 1 else {}
-    return {
-        "config": config_to_dict(config), "plan": own, "data": text, "tokenizer": tokenizer_hash, "seed": args.seed,
-        "muon": args.muon, "dtype": str(COMPUTE_DTYPE), "eval_tokens": args.eval_tokens,
-    }  # fmt: skip
-
-
 def build(args) -> Run | None:
     """Set up one rank; None when this very run has finished already. Raises ValueError naming the flag at fault."""
     device_type = args.device_type or autodetect_device_type()
     _, rank, _, world_size, device = compute_init(device_type, seed=args.seed)
+    failing.watch()
     if COMPUTE_DTYPE == torch.float16:
         raise ValueError("NANOCHAT_DTYPE=float16 cannot train: gradients underflow; use bfloat16 or float32")
     tokenizer = get_tokenizer()
@@ -155,8 +133,8 @@ def build(args) -> Run | None:
     data = data_identity() | {"train_part": args.train_part}
     packing = packing_report(tokenizer, args.max_seq_len, "train", max_rows=EPOCH_SAMPLE_ROWS, part=args.train_part)
     summary = plan_summary(config, plan, packing["tokens_per_epoch"]) | {"packing": packing}
-    folder, run_hash = _folder(args), metrics.config_hash(identity(config, plan, args, data, tokenizer.sha256()))
-    done = metrics.read_done(folder)
+    folder, facts = _folder(args), identity(config, plan, args, data, tokenizer.sha256())
+    run_hash, done = metrics.config_hash(facts), read_done(folder)
     if args.resume == "auto" and done and done["config_hash"] == run_hash:
         print0(f"{folder.name}: finished before, validation bpb {done['val_bpb']}")
         return None
@@ -165,21 +143,19 @@ def build(args) -> Run | None:
     wandb_run = metrics.start_wandb(args.run, rank, vars(args))
     run = Run(
         args, config, plan, device, rank, world_size, folder, tokenizer, get_token_bytes(device), model, model,
-        optimizer, metrics.Metrics(folder, rank, wandb_run), run_hash, summary, data["val_sha"],
+        optimizer, metrics.Metrics(folder, rank, wandb_run), facts, run_hash, summary, data["val_sha"],
         one_pass=data["source"] != "climbmix",
     )  # fmt: skip
-    resume_step = _resume_step(args, folder)
+    resume_step = choose_step(args, folder, rank, world_size)
     if resume_step is None:
+        tidy(run)
         run.log.start(
             metrics.header(config_to_dict(config), host.preset_name(args), summary, data, tokenizer.sha256(), args.seed,
                            args.eval_tokens, device)
         )  # fmt: skip
     else:
         restore(run, resume_step)
-    run.loader = tokenizing_distributed_data_loader_with_state_bos_bestfit(
-        tokenizer, args.device_batch_size, args.max_seq_len, "train", device=device, resume_state_dict=run.loader_state,
-        part=args.train_part,
-    )  # fmt: skip
+    run.loader = _training_loader(run)
     compiled, reason = choose_compile(args, device, plan)
     if compiled:
         run.compiled, problem = compile_model(model, device)
@@ -188,86 +164,49 @@ def build(args) -> Run | None:
     return run
 
 
-def _resume_step(args, folder) -> int | None:
-    """The saved step to go on from, None to begin; ValueError rather than begin over another run's checkpoints."""
-    steps = list_steps(folder)
-    if args.resume_from_step >= 0:
-        return args.resume_from_step
-    if steps and args.resume != "auto":
-        raise ValueError(
-            f"{folder} holds checkpoints (newest: step {steps[-1]}): continue with --resume auto or "
-            "--resume-from-step, or give another --model-tag, or delete the folder"
-        )
-    return find_last_step(folder) if steps else None
+def _training_loader(run: Run):
+    """Batches from run.loader_state on; with --force-resume and other data, from the beginning."""
+    args = run.args
 
+    def loader(state):
+        return tokenizing_distributed_data_loader_with_state_bos_bestfit(
+            run.tokenizer, args.device_batch_size, args.max_seq_len, "train", device=run.device,
+            resume_state_dict=state, part=args.train_part,
+        )  # fmt: skip
 
-def restore(run: Run, step: int):
-    """Weights, optimizer, data position, random state and clocks of a saved step, on any number of ranks."""
-    model_data, _, meta = load_checkpoint(run.folder, step, run.device)
-    if "config_hash" not in meta:
-        raise ValueError(
-            f"{run.folder} was not written by this trainer and cannot be continued; give another --model-tag"
-        )
-    if meta["config_hash"] != run.hash:
-        raise ValueError(
-            f"{run.folder} holds a run of other settings ({_differences(meta['identity'], run)}): give the same flags, "
-            "another --model-tag, or delete the folder"
-        )
-    run.model.load_state_dict(model_data, strict=True)
-    if meta["ranks"] == run.world_size:
-        states = [load_checkpoint(run.folder, step, run.device, load_optimizer=True, rank=run.rank)[1]]
-    else:
-        states = load_optimizer_shards(run.folder, step, run.device)
-    run.optimizer.load(states)
-    torch.set_rng_state(states[0]["rng_state"].cpu())
-    loop = meta["loop_state"]
-    run.step, run.loader_state = step, meta["dataloader_state_dict"]
-    run.seconds, run.waited = loop["total_training_time"], loop["loader_seconds"]
-    run.min_val_bpb = math.inf if loop["min_val_bpb"] is None else loop["min_val_bpb"]
-    run.log.cut(step)
-    _forget_later_steps(run, step)
-    print0(f"continuing {run.folder.name} at step {step} of {run.plan.num_iterations}")
-
-
-def _forget_later_steps(run: Run, step: int):
-    """Steps after the one that is continued belong to a course that is given up, like the metrics after it."""
-    later = [other for other in list_steps(run.folder) if other > step]
-    if run.world_size > 1:
-        dist.barrier()  # every rank has looked
-    if later and run.rank == 0:
-        print0(f"deleting the later steps {', '.join(map(str, later))} of {run.folder}")
-        for other in later:
-            for path in run.folder.glob(f"*_{other:06d}[._]*"):
-                path.unlink()
-
-
-def _differences(saved: dict, run: Run) -> str:
-    """The fields in which a saved run's identity differs from this one's, with both values."""
-    own = jsonable(identity(run.config, run.plan, run.args, data_identity(), run.tokenizer.sha256()))
-    lines = []
-    for name in sorted(saved.keys() | own.keys()):
-        a, b = saved.get(name), own.get(name)
-        if isinstance(a, dict) and isinstance(b, dict):
-            keys = [k for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k)]
-            lines += [f"{name}.{k}: {a.get(k)} there, {b.get(k)} here" for k in keys]
-        elif a != b:
-            lines.append(f"{name}: {a} there, {b} here")
-    return "; ".join(lines)
+    if run.loader_state is None:
+        return loader(None)
+    try:
+        return loader(run.loader_state)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if not args.force_resume:
+            raise ValueError(
+                f"{meta_path(run.folder, run.step)}: {error}; --force-resume starts the data anew"
+            ) from error
+        print0(f"--force-resume: training data from the beginning ({error})")
+        return loader(None)
 
 
 # ---------------------------------------------------------------------------- loop
 
 
 def train_step(run: Run) -> float:
-    """One optimizer step over plan.total_batch_size tokens; returns the mean loss over micro-batches and ranks."""
-    plan, total = run.plan, torch.zeros((), device=run.device)
+    """One optimizer step over plan.total_batch_size tokens; returns the mean loss over micro-batches and ranks.
+
+    FloatingPointError naming step, rank and parameter group when a loss or a gradient is not finite; the weights in
+    memory are spoilt then.
+    """
+    plan, total = run.plan, torch.zeros(2, device=run.device)  # loss, ranks with a gradient that is not finite
     for _ in range(plan.grad_accum_steps):
         start = time.perf_counter()
         x, y, run.loader_state = next(run.loader)
         run.waited += time.perf_counter() - start
         loss = run.compiled(x, y) / plan.grad_accum_steps
         loss.backward()
-        total += loss.detach()
+        total[0] += loss.detach()
+    peaks = gradient_peaks(run.optimizer)
+    total[1] = ~peaks.isfinite().all()
+    own_loss = total[0].clone()
     factor = lr_multiplier(run.step, plan)
     for group in run.optimizer.param_groups:
         group["lr"] = group["initial_lr"] * factor
@@ -278,24 +217,37 @@ def train_step(run: Run) -> float:
     run.model.zero_grad(set_to_none=True)
     if run.world_size > 1:
         dist.all_reduce(total)
-        total /= run.world_size
+        total[0] /= run.world_size
     run.step += 1
-    return total.item()
+    mean_loss, broken = total.tolist()
+    if broken or not math.isfinite(mean_loss):
+        raise FloatingPointError(_what_broke(run, own_loss.item(), peaks.tolist()))
+    return mean_loss
 
 
-def _interruptible(run: Run, batches, steps: int):
-    """The batches under a progress bar; on one rank a signal between two of them saves and ends the process."""
-    for batch in progress(islice(batches, steps), total=steps, desc="validation", unit="batch", leave=False):
-        if run.stop and run.world_size == 1:
-            stop(run)
-        yield batch
+def gradient_peaks(optimizer) -> torch.Tensor:
+    """The largest magnitude of this rank's own gradient, per parameter in the optimizer's order; NaN stays NaN."""
+    peaks = []
+    for group in optimizer.param_groups:
+        grads = [p.grad for p in group["params"] if p.grad is not None]
+        peaks += [peak.float() for peak in torch._foreach_norm(grads, math.inf)] if grads else []
+    return torch.stack(peaks)
 
 
-def stop(run: Run):
-    """After a signal: save, say how to go on, and end with 128 + its number."""
-    save(run)
-    print0(f"stopped at step {run.step}; the same command with --resume auto continues", flush=True)
-    raise SystemExit(128 + _stop_requested(run))
+def _what_broke(run: Run, loss: float, peaks: list[float]) -> str:
+    """One line that all ranks agree on: the step, and per rank its loss and the groups whose gradients went bad."""
+    peaks, bad = iter(peaks), []
+    for group in run.optimizer.param_groups:
+        wrong = [name for name, peak in zip(group["names"], peaks, strict=False) if not math.isfinite(peak)]
+        bad += [f"the gradient of group {group['name']} ({wrong[0]})"] if wrong else []
+    parts = ([f"the loss ({loss})"] if not math.isfinite(loss) else []) + bad[:3]
+    parts += [f"{len(bad) - 3} more groups"] if len(bad) > 3 else []
+    found = [f"rank {run.rank}: {', '.join(parts)}"] if parts else []
+    if run.world_size > 1:
+        every = [None] * run.world_size
+        dist.all_gather_object(every, found)
+        found = [line for lines in every for line in lines]
+    return f"not finite at step {run.step}: {'; '.join(found)}. The checkpoints in {run.folder} stand"
 
 
 def _validation(run: Run):
@@ -318,7 +270,7 @@ def evaluate(run: Run) -> float:
     start = time.perf_counter()
     batches, steps = _validation(run)
     run.model.eval()
-    bpb = evaluate_bpb(run.compiled, _interruptible(run, batches, steps), steps, run.token_bytes)
+    bpb = evaluate_bpb(run.compiled, interruptible(run, batches, steps), steps, run.token_bytes)
     run.model.train()
     if math.isnan(bpb):
         raise FloatingPointError(f"validation is not a number at step {run.step}; earlier checkpoints stand")
@@ -331,15 +283,8 @@ def evaluate(run: Run) -> float:
         val_bpb=bpb, coeffs=host.coefficients(run.model), peak_bytes=metrics.peak_bytes(run.device),
         eval_seconds=seconds,
     )  # fmt: skip
-    _note_in_metadata(run)
+    note_evaluation(run)
     return bpb
-
-
-def _note_in_metadata(run: Run):
-    """The result of an evaluation into the metadata of the checkpoint of the same step, if it was saved."""
-    path = meta_path(run.folder, run.step)
-    if run.rank == 0 and path.exists():
-        write_json(path, json.loads(path.read_text(encoding="utf-8")) | {"val_bpb": run.val_bpb})
 
 
 SAMPLE_PROMPTS = ("The President of the United States", "Water is made of", "Two and two make", "Once upon a time")
@@ -354,33 +299,6 @@ def sample(run: Run, say):
                 tokens = run.tokenizer.encode(prompt, prepend=run.tokenizer.get_bos_token_id())
                 rows, _ = engine.generate_batch(tokens, num_samples=1, max_tokens=16, temperature=0.0)
                 say("  " + run.tokenizer.decode(rows[0]))
-
-
-def save(run: Run):
-    """A checkpoint of the present step; every rank calls it. FloatingPointError, and no file, for weights gone bad."""
-    bad = [name for name, p in run.model.named_parameters() if not p.isfinite().all()]
-    if bad:
-        raise FloatingPointError(
-            f"not saved: at step {run.step} {', '.join(bad[:5])} hold values that are not finite; earlier checkpoints "
-            f"in {run.folder} stand"
-        )
-    states = [run.loader_state]
-    if run.world_size > 1:
-        states = [None] * run.world_size
-        dist.all_gather_object(states, run.loader_state)
-    meta = {
-        "step": run.step, "val_bpb": None, "ranks": run.world_size, "model_config": config_to_dict(run.config),
-        "user_config": {k: v for k, v in vars(run.args).items()}, "device_batch_size": run.args.device_batch_size,
-        "max_seq_len": run.args.max_seq_len, "total_batch_size": run.plan.total_batch_size,
-        "dataloader_state_dict": merge_states(states) if run.loader_state is not None else None,
-        "loop_state": {
-            "min_val_bpb": run.min_val_bpb, "total_training_time": run.seconds, "loader_seconds": run.waited
-        },
-        "config_hash": run.hash,
-        "identity": identity(run.config, run.plan, run.args, data_identity(), run.tokenizer.sha256()),
-    }  # fmt: skip
-    optimizer = run.optimizer.state_for_save() | {"rng_state": torch.get_rng_state()}
-    save_checkpoint(run.folder, run.step, run.model.state_dict(), optimizer, meta, rank=run.rank)
 
 
 def finish(run: Run):
@@ -399,37 +317,20 @@ def finish(run: Run):
             checkpoint_sha256=checkpoint,
             val_sha=run.val_sha,
         )
-    run.log.wandb.finish()
-
-
-def _stop_requested(run: Run) -> int:
-    """The signal that any rank received, 0 for none; all ranks get the same answer."""
-    signals = torch.tensor([run.stop[0] if run.stop else 0], device=run.device)
-    if run.world_size > 1:
-        dist.all_reduce(signals, op=dist.ReduceOp.MAX)
-    return int(signals.item())
-
-
-def _listen(run: Run):
-    """The first SIGINT or SIGTERM asks the loop to save and stop, the second ends the process at once."""
-
-    def note(number, _):
-        run.stop.append(number)
-        signal.signal(number, signal.SIG_DFL)
-        print0("\nstopping soon, saving first (again to stop at once)", flush=True)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, note)
+    try:
+        run.log.wandb.finish()
+    except Exception as error:  # whatever wandb raises, the run is done
+        print0(f"wandb failed at the end ({error}); metrics.jsonl is complete without it")
 
 
 def loop(run: Run):
     """Train to the end of the plan, saving before evaluating; SystemExit after a signal, with a checkpoint saved."""
     args, plan, started_at = run.args, run.plan, run.step
     report = metrics.Reporter(run)
-    _listen(run)
+    listen(run)
     while True:
         last = run.step == plan.num_iterations
-        if last or (args.save_every > 0 and run.step % args.save_every == 0 and run.step > started_at):
+        if last or (args.save_every > 0 and run.step > 0 and run.step % args.save_every == 0):
             save(run)
         if args.eval_every > 0 and (last or run.step % args.eval_every == 0):
             report.say(f"step {run.step}/{plan.num_iterations}  validation {evaluate(run):.4f} bits per byte")
@@ -440,8 +341,6 @@ def loop(run: Run):
         start = time.perf_counter()
         loss = train_step(run)
         seconds = time.perf_counter() - start
-        if not math.isfinite(loss):
-            raise FloatingPointError(f"the loss is {loss} at step {run.step}; the checkpoints in {run.folder} stand")
         run.seconds += seconds
         tokens = run.step * plan.total_batch_size
         run.log.log(
@@ -454,7 +353,7 @@ def loop(run: Run):
             gc.freeze()
             started = time.perf_counter() - STARTED
             run.log.log("start", step=run.step, startup_seconds=started, of_which_evaluation=run.evaluated)
-        if _stop_requested(run):
+        if stop_requested(run):
             report.bar.close()
             stop(run)
     finish(run)

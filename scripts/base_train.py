@@ -6,8 +6,10 @@ python -m scripts.base_train --preset paper/bov --depth 12 --target-flops 1.5e18
 """
 
 import argparse
+import math
 import os
 import sys
+import traceback
 
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
@@ -64,6 +66,7 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("--final-lr-frac", type=float, default=0.05)
     g.add_argument("--resume-from-step", type=int, default=-1, help="continue from this saved step; -1 = not")
     g.add_argument("--resume", default="never", choices=["never", "auto"], help="auto: from the newest step, if any")
+    g.add_argument("--force-resume", action="store_true", help="continue although settings or data differ")
 
     g = p.add_argument_group("evaluation and saving, in steps; -1 = never (saving: only at the end)")
     g.add_argument("--eval-every", type=int, default=250)
@@ -72,6 +75,7 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("--core-metric-max-per-task", type=int, default=500)
     g.add_argument("--sample-every", type=int, default=2000)
     g.add_argument("--save-every", type=int, default=-1)
+    g.add_argument("--keep-last", type=int, default=-1, help="checkpoints to keep, the newest; -1 = all")
     return p
 
 
@@ -83,13 +87,25 @@ def main(argv=None):
         sys.exit(130)
 
 
+def check(args):
+    """ValueError for values that no model or plan would catch; the rest is checked where it is used."""
+    for name, value in vars(args).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"--{name.replace('_', '-')} {value}: give a finite number")
+    if args.keep_last == 0 or args.keep_last < -1:
+        raise ValueError(f"--keep-last {args.keep_last}: at least 1, or -1 for all")
+
+
 def run(argv):
     args = parser().parse_args(argv)
     if args.fp8:
         sys.exit("--fp8: not in this host; train in bf16")
+    from nanochat import failing
     from nanochat.common import compute_cleanup, is_ddp_requested, leave
 
+    code = 0
     try:
+        check(args)
         if args.dry_run:
             from nanochat.plan import dry_run
 
@@ -98,12 +114,17 @@ def run(argv):
             from nanochat.train import train
 
             train(args)
-    except (ValueError, FileNotFoundError, FloatingPointError) as error:
-        sys.exit(f"base_train: {error}")
-    finally:
-        compute_cleanup()
+    except SystemExit as end:  # after a signal, with a checkpoint saved
+        code = end.code
+    except (ValueError, OSError, FloatingPointError) as error:
+        failing.end(f"base_train: {error}")
+    except Exception as error:
+        failing.end(f"base_train: {type(error).__name__}: {error}", trace=traceback.format_exc())
+    compute_cleanup()
     if is_ddp_requested():
-        leave()
+        leave(code)
+    if code:
+        sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+import nanochat.checkpoint_files as cf
 import nanochat.checkpoint_manager as cm
 from nanochat.authors_checkpoints import authors_config
 from nanochat.bov.host import AXES, axes_of
 from nanochat.bov.presets import preset
 from nanochat.bov.spec import layer_specs
-from nanochat.common import COMPUTE_DTYPE
+from nanochat.common import COMPUTE_DTYPE, file_sha256
 from nanochat.gpt import GPT, GPTConfig, config_to_dict
 
 SHAPE = dict(sequence_len=32, vocab_size=70, n_layer=3, n_head=2, n_kv_head=1, n_embd=32)
@@ -57,6 +58,7 @@ def rewrite_meta(folder, change, step=3):
     path = cm.meta_path(folder, step)
     meta = json.loads(path.read_text())
     change(meta)
+    meta.pop("meta_sha256")
     path.write_text(json.dumps(meta))
 
 
@@ -132,7 +134,7 @@ def test_kill_while_saving_never_leaves_a_mixed_step(tmp_path, monkeypatch, kill
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(torch, "save", save_half)
-        patch.setattr(cm, "write_json", no_meta)
+        patch.setattr(cf, "write_json", no_meta)
         cm.save_checkpoint(tmp_path, step, {"w": torch.zeros(3)}, data, {"step": step})
     newest = cm.find_last_step(tmp_path)
     assert newest == (2 if step == 3 else 3)
@@ -142,12 +144,89 @@ def test_kill_while_saving_never_leaves_a_mixed_step(tmp_path, monkeypatch, kill
     assert cm.find_last_step(tmp_path) == step
 
 
-def test_truncated_weights_name_the_file(tmp_path):
+def flip(path, at):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def claim_wider(path):
+    meta = path.with_name("meta_000003.json")
+    meta.write_text(meta.read_text().replace('"n_head": 2', '"n_head": 4'))
+
+
+@pytest.mark.parametrize(
+    ("damage", "manifest", "message"),
+    [
+        (lambda path: path.write_bytes(path.read_bytes()[:1000]), True, r"has 1000 bytes instead of \d+"),
+        (lambda path: path.write_bytes(path.read_bytes()[:1000]), False, "cannot be read"),
+        (lambda path: flip(path, -30_000), True, "its sha256 differs"),
+        (lambda path: path.write_bytes(b""), False, "cannot be read"),
+        (lambda path: torch.save([1, 2], path), False, "AttributeError"),
+        (lambda path: torch.save({"w": "text"}, path), False, "not the weights of a model"),
+        (claim_wider, True, "is not what was saved"),
+    ],
+    ids=["cut", "cut, no manifest", "a bit flipped", "empty", "a list", "text", "metadata"],
+)  # fmt: skip
+def test_damaged_weights_name_the_file(damage, manifest, message, tmp_path):
     save(tmp_path, make())
-    path = cm.model_path(tmp_path, 3)
-    path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(ValueError, match=r"model_000003\.pt cannot be read .* choose another"):
+    damage(cm.model_path(tmp_path, 3))
+    if not manifest:
+        rewrite_meta(tmp_path, lambda meta: meta.pop("files"))
+    with pytest.raises(ValueError, match=rf"000003.*{message}"):
         cm.build_model(tmp_path, 3, "cpu", "eval")
+
+
+def test_the_manifest_describes_every_file_and_a_missing_shard_matters_to_training_alone(tmp_path):
+    model = make()
+    meta = {"model_config": config_to_dict(model.config)}
+    cm.save_checkpoint(tmp_path, 3, model.state_dict(), {"lr": 1.0}, meta)
+    files = json.loads(cm.meta_path(tmp_path, 3).read_text())["files"]
+    found = {p.name: {"bytes": p.stat().st_size, "sha256": file_sha256(p)} for p in tmp_path.glob("*.pt")}
+    assert files == found and len(files) == 2
+    cm.optimizer_path(tmp_path, 3, 0).unlink()
+    assert cm.find_last_step(tmp_path) == 3 and cm.build_model(tmp_path, 3, "cpu", "eval")
+    with pytest.raises(ValueError, match="optim_000003_rank0.pt is missing"):
+        cf.check_step(tmp_path, 3, optimizer=True)
+
+
+def test_the_newest_step_that_is_whole_counts(tmp_path, capsys):
+    for step in (3, 4, 5):
+        cm.save_checkpoint(tmp_path, step, {"w": torch.ones(5)}, None, {})
+    cm.model_path(tmp_path, 5).write_bytes(b"PK")
+    cm.meta_path(tmp_path, 4).write_text("{")
+    assert cm.find_last_step(tmp_path) == 3
+    assert "passing over step 5: " in capsys.readouterr().err
+    cm.model_path(tmp_path, 3).unlink()
+    with pytest.raises(ValueError, match="no whole checkpoint .*model_000005.pt has 2 bytes"):
+        cm.find_last_step(tmp_path)
+
+
+def test_keeping_the_newest_deletes_nothing_unless_the_newest_is_whole(tmp_path):
+    for step in (2, 3, 4, 5):
+        cm.save_checkpoint(tmp_path, step, {"w": torch.ones(5)}, {}, {})
+    flip(cm.model_path(tmp_path, 5), -1)
+    with pytest.raises(ValueError, match="model_000005.pt is not what was saved"):
+        cf.keep_newest(tmp_path, 1)
+    assert cm.list_steps(tmp_path) == [2, 3, 4, 5]
+    flip(cm.model_path(tmp_path, 5), -1)
+    cf.keep_newest(tmp_path, 2)
+    assert sorted(os.listdir(tmp_path)) == [
+        "meta_000004.json", "meta_000005.json", "model_000004.pt", "model_000005.pt",
+        "optim_000004_rank0.pt", "optim_000005_rank0.pt",
+    ]  # fmt: skip
+
+
+def test_leftovers_of_stopped_saves_go_and_whole_steps_stay(tmp_path, capsys):
+    cm.save_checkpoint(tmp_path, 3, {"w": torch.ones(5)}, {}, {})
+    kept = {*os.listdir(tmp_path), "metrics.jsonl", "notes.tmp", "model_final.pt"}
+    left = {"model_000004.pt", "optim_000004_rank0.pt", "optim_000005_rank12.pt", ".model_000004.pt.ab_c.tmp"}
+    for name in (kept | left) - set(os.listdir(tmp_path)):
+        (tmp_path / name).touch()
+    cf.delete_leftovers(tmp_path)
+    assert set(os.listdir(tmp_path)) == kept
+    said = capsys.readouterr().err
+    assert all(name in said for name in left)
 
 
 class Payload:
@@ -160,12 +239,28 @@ def test_a_pickle_in_the_weights_is_not_run(tmp_path):
     payload.path = str(tmp_path / "executed")
     save(tmp_path, make())
     torch.save({"w": payload}, cm.model_path(tmp_path, 3))
+    rewrite_meta(tmp_path, lambda meta: meta.pop("files"))
     with pytest.raises(ValueError, match="cannot be read"):
         cm.load_checkpoint(tmp_path, 3, "cpu")
     assert not os.path.exists(payload.path)
 
 
-@pytest.mark.parametrize(("text", "message"), [("{", "is not JSON"), ("{}", "no model_config")])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is not JSON"),
+        ("{}", "no model_config"),
+        ("[" * 100_000, "is not JSON"),
+        ("[]", "holds no object"),
+        ('{"format": 2}', "format 2, this version reads 1"),
+        ('{"files": {"model_000003.pt": 7}}', "`files`"),
+        ('{"model_config": {"n_layer": "3"}}', "n_layer='3'"),
+        ('{"model_config": {"n_layer": 1000000000}}', "not the weights of a model of 1000000000 layers"),
+        ('{"model_config": {"vocab_size": 1000000000000}}', "do not belong together"),
+        ('{"model_config": 3}', "TypeError"),
+    ],
+    ids=["syntax", "empty", "deep", "list", "newer", "files", "type", "layers", "vocabulary", "number"],
+)  # fmt: skip
 def test_damaged_metadata_names_the_file(tmp_path, text, message):
     save(tmp_path, make())
     cm.meta_path(tmp_path, 3).write_text(text)
@@ -224,9 +319,9 @@ def test_optimizer_shards_by_rank(tmp_path, monkeypatch):
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
     folder = tmp_path / "base_checkpoints" / "d3"
     for rank in (1, 0):
-        cm._save(cm.optimizer_path(folder, 4, rank), {"lr": 0.1, "state": [torch.full((2,), float(rank))]})
-    cm._save(cm.model_path(folder, 4), {})
-    cm.write_json(cm.meta_path(folder, 4), {})
+        cf._save(cm.optimizer_path(folder, 4, rank), {"lr": 0.1, "state": [torch.full((2,), float(rank))]})
+    cf._save(cm.model_path(folder, 4), {})
+    cf.write_json(cm.meta_path(folder, 4), {})
     assert cm.load_checkpoint(folder, 4, "cpu", load_optimizer=True, rank=1)[1]["state"][0].tolist() == [1, 1]
     assert [shard["state"][0][0].item() for shard in cm.load_optimizer_shards(folder, 4, "cpu")] == [0, 1]
     assert cm.load_optimizer_state("base", "cpu", rank=1)["lr"] == 0.1
@@ -241,7 +336,7 @@ def test_optimizer_shards_by_rank(tmp_path, monkeypatch):
 @pytest.mark.parametrize("optimizer", [{"lr": 1.0}, None], ids=["with-optimizer", "without"])
 def test_saving_again_on_fewer_ranks_leaves_no_old_shard(tmp_path, optimizer):
     for rank in (0, 1, 2):
-        cm._save(cm.optimizer_path(tmp_path, 4, rank), {})
+        cf._save(cm.optimizer_path(tmp_path, 4, rank), {})
     cm.save_checkpoint(tmp_path, 4, {}, optimizer, {})
     assert [name for name in os.listdir(tmp_path) if "rank" in name] == ["optim_000004_rank0.pt"] * (
         optimizer is not None

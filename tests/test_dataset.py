@@ -7,7 +7,6 @@ import re
 import sys
 import threading
 import zipfile
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,7 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bad_server import Server, answer, cut, jump, whole
 from nanochat import dataset, sources
+from nanochat.common import download_file_with_lock
 from nanochat.download import Stopped, download
 
 VAL = dataset.index_to_filename(dataset.MAX_SHARD)
@@ -111,31 +112,34 @@ def test_identity_changes_with_either_split(base):
     assert dataset.data_identity()["val_sha"] != after["val_sha"]
 
 
+@pytest.mark.parametrize("name", ["shard_00000.parquet", VAL])
+def test_a_shard_that_the_manifest_does_not_describe_is_named(name, base):
+    for other in ("shard_00000.parquet", VAL):
+        (base / other).write_bytes(shard())
+    manifest = {"source": "sotu", "files": {name: hashlib.sha256((base / name).read_bytes()).hexdigest()}}
+    (base / "source.json").write_text(json.dumps(manifest))
+    assert dataset.data_identity()["source"] == "sotu"
+    (base / name).write_bytes(shard("xyz"))
+    with pytest.raises(ValueError, match=rf"{name}: not the file that source.json describes; run .*--source sotu"):
+        dataset.data_identity()
+
+
+@pytest.mark.parametrize("text", ["[", "[1]", '{"source": 3}', '{"files": "x"}', "[" * 100_000, "\udcff"])
+def test_a_damaged_manifest_is_named(text, base):
+    (base / "source.json").write_text(text, encoding="utf-8", errors="surrogateescape")
+    with pytest.raises(ValueError, match="source.json: cannot be read .*delete it and run the dataset command"):
+        dataset.read_manifest()
+
+
+def test_text_that_is_no_utf8_is_named(base):
+    path = base / VAL
+    column = pa.array([b"\xff\xfe"], pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"text": column}), path)
+    with pytest.raises(ValueError, match=r"shard_06542.parquet: row group 0 is damaged"):
+        list(dataset.parquets_iter_batched("val"))
+
+
 # ---------------------------------------------------------------------------- downloads
-
-
-class Server:
-    """A local HTTP server that plays one prepared answer per request, the last one for ever."""
-
-    def __init__(self):
-        self.plays, self.requests = {}, []
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self):
-                outer.requests.append((self.path, self.headers.get("Range")))
-                plays = outer.plays[self.path]
-                (plays.pop(0) if len(plays) > 1 else plays[0])(self)
-
-            def log_message(self, *args):
-                pass
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.http.server_port}"
-        threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True).start()
-
-    def ranges(self):
-        return [requested for _, requested in self.requests]
 
 
 @pytest.fixture
@@ -144,49 +148,7 @@ def server(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     server = Server()
     yield server
-    server.http.shutdown()
-    server.http.server_close()
-
-
-def answer(status, body=b"", **headers):
-    def play(handler):
-        handler.send_response(status)
-        for name, value in {"Content_Length": len(body), **headers}.items():
-            handler.send_header(name.replace("_", "-"), str(value))
-        handler.end_headers()
-        handler.wfile.write(body)
-
-    return play
-
-
-def whole(body, resumes=True, **headers):
-    """A good server: honours Range unless told otherwise."""
-
-    def play(handler):
-        wanted = re.fullmatch(r"bytes=(\d+)-", handler.headers.get("Range") or "")
-        if wanted is None or not resumes:
-            return answer(200, body, **headers)(handler)
-        start = int(wanted[1])
-        if start >= len(body):
-            return answer(416, Content_Range=f"bytes */{len(body)}", **headers)(handler)
-        content_range = f"bytes {start}-{len(body) - 1}/{len(body)}"
-        return answer(206, body[start:], Content_Range=content_range, **headers)(handler)
-
-    return play
-
-
-def cut(body, at):
-    """Announces all of `body`, sends `at` bytes and hangs up."""
-
-    def play(handler):
-        answer(200, body[:at], Content_Length=len(body))(handler)
-        handler.close_connection = True
-
-    return play
-
-
-def jump(body):
-    return answer(206, body[1:], Content_Range=f"bytes 1-{len(body) - 1}/{len(body)}")
+    server.close()
 
 
 BODY = shard([hashlib.sha256(b"%d" % i).hexdigest() for i in range(3000)], rows=3000)
@@ -260,6 +222,30 @@ def test_stopping_keeps_the_part(server, tmp_path):
     assert 0 < kept < 2**20
     get(server, tmp_path / "file", whole(bytes(2**20)))
     assert server.ranges() == [None, f"bytes={kept}-"] and (tmp_path / "file").stat().st_size == 2**20
+
+
+def test_a_download_that_cannot_be_written_is_named(server, tmp_path):
+    (tmp_path / "in_the_way").touch()
+    with pytest.raises(ValueError, match=r"in_the_way/file: (Not a directory|File exists); .* then the command"):
+        get(server, tmp_path / "in_the_way" / "file", whole(BODY))
+
+
+def test_a_file_that_could_not_be_unpacked_does_not_take_its_name(server, tmp_path, monkeypatch):
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
+    server.plays["/f"] = [whole(BODY)]
+    seen = []
+
+    def unpack(path):
+        seen.append(open(path, "rb").read() == BODY)
+        if len(seen) == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        download_file_with_lock(f"{server.url}/f", "bundle", unpack)
+    assert not (tmp_path / "bundle").exists()
+    assert download_file_with_lock(f"{server.url}/f", "bundle", unpack) == str(tmp_path / "bundle")
+    assert seen == [True, True] and (tmp_path / "bundle").read_bytes() == BODY
+    assert download_file_with_lock(f"{server.url}/f", "bundle", unpack) and len(seen) == 2
 
 
 @pytest.fixture

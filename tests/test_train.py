@@ -8,28 +8,19 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.multiprocessing as mp
 
 from models import randomise_
-from nanochat import metrics, train
+from nanochat import metrics, saving, train
 from nanochat.bov import compiled
 from nanochat.bov.compiled import Fused
 from nanochat.checkpoint_manager import list_steps, load_checkpoint
 from nanochat.common import compute_cleanup
 from nanochat.plan import plan_run, plan_summary
-from nanochat.tokenizer import RustBPETokenizer, save_token_bytes
 from scripts import base_train
-
-TEXT = [f"Document {i} counts {i * 7 % 31} apples, {i * 3 % 17} pears and one tree. " * (1 + i % 4) for i in range(400)]
-TINY = [
-    "--depth", "3", "--aspect-ratio", "16", "--head-dim", "8", "--max-seq-len", "32", "--device-batch-size", "4",
-    "--total-batch-size", "256", "--device-type", "cpu", "--eval-every", "4", "--eval-tokens", "-1",
-    "--core-metric-every", "-1", "--sample-every", "-1", "--model-tag", "t",
-]  # fmt: skip
+from tiny import TINY, link_corpus, make_corpus
 
 
 def flags(*more):
@@ -38,25 +29,13 @@ def flags(*more):
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """A tokenizer and shards with many small row groups."""
-    folder = tmp_path_factory.mktemp("corpus")
-    tokenizer = RustBPETokenizer.train_from_iterator(iter(TEXT), 256 + 9 + 40)
-    tokenizer.save(str(folder / "tokenizer"))
-    save_token_bytes(tokenizer, str(folder / "tokenizer"))
-    (folder / "base_data_climbmix").mkdir()
-    for name, part in (("shard_00000", TEXT[:360]), ("shard_06542", TEXT[360:])):
-        path = folder / "base_data_climbmix" / f"{name}.parquet"
-        pq.write_table(pa.table({"text": part}), path, row_group_size=20)
-    return folder
+    return make_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture
 def base(corpus, tmp_path, monkeypatch):
-    """A base directory of its own that shares the corpus."""
-    for name in ("tokenizer", "base_data_climbmix"):
-        (tmp_path / name).symlink_to(corpus / name)
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
-    return tmp_path
+    return link_corpus(corpus, tmp_path)
 
 
 @pytest.fixture(autouse=True)
@@ -219,6 +198,9 @@ def test_upstreams_flags_are_a_subset_of_ours():
         (["--resume-from-step", "7"], "7"),
         (["--device-type", "tpu"], "tpu"),
         (["--device-batch-size", "0"], "--device-batch-size 0"),
+        (["--keep-last", "0"], "--keep-last 0: at least 1"),
+        (["--target-flops", "inf"], "--target-flops inf: give a finite number"),
+        (["--matrix-lr", "nan"], "--matrix-lr nan"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -291,12 +273,36 @@ def test_weights_are_saved_before_they_are_evaluated(base, monkeypatch):
     assert list_steps(base / "base_checkpoints" / "t") == [8]
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_last_checkpoint(base, monkeypatch):
+def spoil_loss(run):
+    run.model.lm_head.weight.data[:] = float("inf")
+
+
+def spoil_gradient(run):
+    weight = run.model.value_embeds["2"].weight
+    weight.register_hook(lambda grad: grad.index_fill(0, torch.tensor([5]), float("-inf")))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (spoil_loss, r"rank 0: the loss \(nan\), the gradient of group lm_head \(lm_head.weight\).* more groups"),
+        (spoil_gradient, r"rank 0: the gradient of group value_embeds \(value_embeds.2.weight\)\. "),
+    ],
+    ids=["loss", "gradient"],
+)
+def test_what_is_not_finite_is_named_and_the_last_checkpoint_stands(spoil, message, base, monkeypatch):
     step = train.train_step
-    monkeypatch.setattr(train, "train_step", lambda run: step(run) if run.step < 5 else float("nan"))
-    with pytest.raises(FloatingPointError, match="step 5"):
-        go("--num-iterations", "8", "--save-every", "4")
-    assert list_steps(base / "base_checkpoints" / "t") == [4]
+
+    def spoiled(run):
+        if run.step == 4:
+            spoil(run)
+        return step(run)
+
+    monkeypatch.setattr(train, "train_step", spoiled)
+    with pytest.raises(FloatingPointError, match=f"not finite at step 5: {message}.*The checkpoints in .* stand"):
+        go("--num-iterations", "8", "--save-every", "4", "--preset", "paper/bov")
+    folder = base / "base_checkpoints" / "t"
+    assert list_steps(folder) == [4] and losses(folder, field="step") == [1, 2, 3, 4]
 
 
 class StandIn:
@@ -316,10 +322,11 @@ class StandIn:
         self.seen |= values
 
     def finish(self):
-        pass
+        if self.breaks == "finish":
+            raise OSError("no network")
 
 
-@pytest.mark.parametrize("breaks", [None, "init", "log"])
+@pytest.mark.parametrize("breaks", [None, "init", "log", "finish"])
 def test_metrics_go_to_wandb_and_a_broken_wandb_stops_nothing(breaks, base, monkeypatch, capsys):
     stand_in = StandIn(breaks)
     monkeypatch.setitem(sys.modules, "wandb", stand_in)
@@ -329,6 +336,12 @@ def test_metrics_go_to_wandb_and_a_broken_wandb_stops_nothing(breaks, base, monk
         assert "no network" in capsys.readouterr().out
     else:
         assert stand_in.seen.keys() >= {"train/loss", "eval/val_bpb"}
+
+
+def test_without_wandb_a_run_with_a_name_goes_on(base, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    folder = go("--num-iterations", "2", "--run", "name")
+    assert len(losses(folder)) == 2 and "wandb could not start" in capsys.readouterr().out
 
 
 def test_core_without_its_evaluation_is_skipped_with_one_line(base, capsys):
@@ -412,8 +425,8 @@ def test_a_resumed_run_has_the_same_losses_and_weights_to_the_bit(preset, base, 
     assert_same_weights(weights(whole, 8), final)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_saves_and_the_same_command_continues(number, base, monkeypatch, capsys):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)], ids=["SIGINT", "SIGTERM"])
+def test_a_signal_saves_and_the_same_command_continues(number, code, base, monkeypatch, capsys):
     whole = go("--num-iterations", "8", "--model-tag", "whole")
     expected = losses(base / "base_checkpoints" / "whole")
     step = train.train_step
@@ -426,8 +439,8 @@ def test_a_signal_saves_and_the_same_command_continues(number, base, monkeypatch
     monkeypatch.setattr(train, "train_step", interrupted)
     with pytest.raises(SystemExit) as end:
         go("--num-iterations", "8")
-    assert end.value.code == 128 + number and list_steps(whole) == [5]
-    assert "--resume auto continues" in capsys.readouterr().out
+    assert end.value.code == code and list_steps(whole) == [5]
+    assert "resumable: the same command with --resume auto" in capsys.readouterr().out
     monkeypatch.setattr(train, "train_step", step)
     go("--num-iterations", "8", "--resume", "auto")
     assert losses(whole) == expected
@@ -459,6 +472,76 @@ def test_more_evaluation_tokens_than_there_are_mean_one_pass(base, corpus, monke
     folder = go("--num-iterations", "1", "--model-tag", "b", "--eval-tokens", "99999999").parent / "b"
     capped = losses(folder, "eval", "val_bpb")
     assert capped == one_pass
+
+
+def test_the_newest_checkpoints_are_kept_and_a_damaged_one_is_passed_over(base, capsys):
+    flow = ("--num-iterations", "8", "--save-every", "2", "--keep-last", "2")
+    folder = go(*flow)
+    expected, final = losses(folder), weights(folder, 8)
+    assert list_steps(folder) == [6, 8] and len(list(folder.glob("*.pt"))) == 4
+    (folder / "DONE.json").unlink()
+    (folder / "model_000008.pt").write_bytes(b"PK")
+    (folder / ".model_000010.pt.x.tmp").touch()
+    (folder / "optim_000010_rank0.pt").touch()
+    go(*flow, "--resume", "auto")
+    said = capsys.readouterr()
+    assert "passing over step 8: " in said.err and "has 2 bytes instead of" in said.err
+    assert "deleting the later steps 8" in said.out and "optim_000010_rank0.pt" in said.err
+    assert losses(folder) == expected and list_steps(folder) == [6, 8]
+    assert_same_weights(weights(folder, 8), final)
+    assert not [path for path in folder.iterdir() if "000010" in path.name]
+
+
+def test_a_chosen_step_that_is_damaged_is_refused_by_name(finished):
+    data = bytearray((finished / "optim_000004_rank0.pt").read_bytes())
+    data[len(data) // 2] ^= 1
+    (finished / "optim_000004_rank0.pt").write_bytes(data)
+    with pytest.raises(ValueError, match=r"optim_000004_rank0\.pt is not what was saved"):
+        go("--preset", "paper/bov", "--num-iterations", "8", "--resume-from-step", "4")
+    assert list_steps(finished) == [4, 8]
+
+
+def test_a_step_that_has_a_checkpoint_is_not_written_again(finished, monkeypatch):
+    """A kill meanwhile would take the only copy."""
+    (finished / "DONE.json").unlink()
+    monkeypatch.setattr(saving, "save_checkpoint", lambda *args, **kwargs: pytest.fail("saved again"))
+    go("--preset", "paper/bov", "--num-iterations", "8", "--save-every", "4", "--resume", "auto")
+    assert (finished / "DONE.json").exists()
+
+
+FORCED = [
+    ("longer run", ["--num-iterations", "10"], "plan.num_iterations: 8 there, 10 here", False),
+    ("other seed", ["--seed", "7"], "seed: 42 there, 7 here", False),
+    ("other length", ["--max-seq-len", "16"], "config.sequence_len: 32 there, 16 here \\(--max-seq-len\\)", True),
+]
+
+
+@pytest.mark.parametrize(("more", "message", "anew"), [row[1:] for row in FORCED], ids=[row[0] for row in FORCED])
+def test_other_settings_are_named_and_force_resume_goes_on(more, message, anew, finished, capsys):
+    flow = ["--preset", "paper/bov", "--num-iterations", "8", *more, "--resume", "auto"]
+    with pytest.raises(ValueError, match=message + ".*--force-resume"):
+        go(*flow)
+    assert list_steps(finished) == [4, 8]
+    go(*flow, "--resume-from-step", "4", "--force-resume")
+    said = capsys.readouterr().out
+    assert "--force-resume: going on although" in said and ("training data from the beginning" in said) == anew
+    assert list_steps(finished)[0] == 4 and (finished / "DONE.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--preset", "paper/baseline"], r"value_embeds\.2\.weight is not in the model .*set by --ve-layers"),
+        (["--preset", "paper/bov", "--trunk", "full"], r"resid_lambdas is missing .*set by --trunk"),
+        (["--preset", "paper/bov", "--depth", "4", "--aspect-ratio", "12"], r"is missing in the checkpoint .*--depth"),
+        (["--preset", "paper/bov", "--num-iterations", "3"], "step 8 is beyond the run's 3 steps"),
+    ],
+    ids=["bank", "trunk", "depth", "shorter run"],
+)  # fmt: skip
+def test_another_model_is_refused_by_its_first_differing_weights_even_when_forced(more, message, finished):
+    with pytest.raises(ValueError, match=message):
+        go("--num-iterations", "8", *more, "--resume", "auto", "--force-resume")
+    assert list_steps(finished) == [4, 8]
 
 
 # ---------------------------------------------------------------------------- ranks
