@@ -145,12 +145,12 @@ def start_wandb(name: str, rank: int, config: dict):
 
 
 def header(config: dict, preset: str | None, plan: dict, data: dict, tokenizer: str, seed: int, eval_tokens: int,
-           device) -> dict:  # fmt: skip
+           muon: str, device) -> dict:  # fmt: skip
     """The first line of metrics.jsonl."""
     return {
         "commit": git_commit(), "versions": versions(), "device": device_name(device), "dtype": str(COMPUTE_DTYPE),
         "ranks": int(os.environ.get("WORLD_SIZE", 1)), "preset": preset, "config": config, "plan": plan, "data": data,
-        "tokenizer_sha256": tokenizer, "seed": seed, "eval_tokens": eval_tokens,
+        "tokenizer_sha256": tokenizer, "seed": seed, "eval_tokens": eval_tokens, "muon": muon,
     }  # fmt: skip
 
 

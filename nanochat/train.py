@@ -26,6 +26,8 @@ from nanochat.common import (
     get_base_dir,
     print0,
 )
+from nanochat.core_eval import RankFailure
+from nanochat.core_suite import evaluate_core
 from nanochat.dataloader import (
     one_pass_loader,
     packing_report,
@@ -151,7 +153,7 @@ def build(args) -> Run | None:
         tidy(run)
         run.log.start(
             metrics.header(config_to_dict(config), host.preset_name(args), summary, data, tokenizer.sha256(), args.seed,
-                           args.eval_tokens, device)
+                           args.eval_tokens, args.muon, device)
         )  # fmt: skip
     else:
         restore(run, resume_step)
@@ -301,6 +303,23 @@ def sample(run: Run, say):
                 say("  " + run.tokenizer.decode(rows[0]))
 
 
+def score_core(run: Run, say):
+    """CORE of the present weights into metrics.jsonl; what prevents it is said, and training goes on."""
+    run.model.eval()
+    try:
+        with torch.compiler.set_stance("force_eager"):  # shapes change with every item
+            most = run.args.core_metric_max_per_task
+            found = evaluate_core(run.model, run.tokenizer, run.device, most, say=lambda line: None)
+    except (ValueError, OSError, RankFailure) as error:
+        say(f"CORE is not evaluated at step {run.step}: {error}")
+        return
+    finally:
+        run.model.train()
+    run.log.log("core", step=run.step, core_metric=found["core_metric"], results=found["results"], most=most)
+    value = "incomplete" if found["core_metric"] is None else f"{found['core_metric']:.4f}"
+    say(f"step {run.step}/{run.plan.num_iterations}  CORE {value}")
+
+
 def finish(run: Run):
     """After the last evaluation: the end line and DONE.json."""
     if run.rank == 0:
@@ -336,6 +355,8 @@ def loop(run: Run):
             report.say(f"step {run.step}/{plan.num_iterations}  validation {evaluate(run):.4f} bits per byte")
         if args.sample_every > 0 and run.step > 0 and (last or run.step % args.sample_every == 0):
             sample(run, report.say)
+        if args.core_metric_every > 0 and run.step > 0 and (last or run.step % args.core_metric_every == 0):
+            score_core(run, report.say)
         if last:
             break
         start = time.perf_counter()
@@ -365,8 +386,6 @@ def loop(run: Run):
 
 def train(args):
     """The whole of scripts/base_train.py behind its flags. ValueError for what the user can mend."""
-    if args.core_metric_every > 0:
-        print0("CORE is not evaluated: this version has no CORE evaluation; --core-metric-every is skipped")
     run = build(args)
     if run is not None:
         loop(run)

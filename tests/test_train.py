@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
+from core_items import write_bundle
 from models import randomise_
 from nanochat import metrics, saving, train
 from nanochat.bov import compiled
@@ -344,9 +345,22 @@ def test_without_wandb_a_run_with_a_name_goes_on(base, monkeypatch, capsys):
     assert len(losses(folder)) == 2 and "wandb could not start" in capsys.readouterr().out
 
 
-def test_core_without_its_evaluation_is_skipped_with_one_line(base, capsys):
+def test_core_while_training_goes_into_the_record(base, capsys):
+    write_bundle(base / "eval_bundle", {"own_mc": ("multiple_choice", 4), "own_lm": ("language_modeling", 4)}, shots=1)
+    folder = go("--num-iterations", "4", "--core-metric-every", "2", "--core-metric-max-per-task", "3")
+    found = [entry for entry in metrics.read_metrics(folder / "metrics.jsonl") if entry["kind"] == "core"]
+    assert [entry["step"] for entry in found] == [2, 4]
+    assert all(entry["results"].keys() == {"own_mc", "own_lm"} and entry["most"] == 3 for entry in found)
+    assert f"step 4/4  CORE {found[-1]['core_metric']:.4f}" in capsys.readouterr().out
+    assert losses(folder) == losses(go("--num-iterations", "4", "--model-tag", "plain").parent / "plain")
+
+
+def test_core_that_cannot_be_computed_is_one_line_and_training_goes_on(base, capsys):
+    bundle = write_bundle(base / "eval_bundle", {"own_mc": ("multiple_choice", 4)})
+    (bundle / "core.yaml").write_text("icl_tasks: [")
     folder = go("--num-iterations", "1", "--core-metric-every", "1")
-    assert sum("CORE" in line for line in capsys.readouterr().out.splitlines()) == 1
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "CORE" in line]
+    assert "not evaluated at step 1" in line and "core.yaml" in line
     assert (folder / "DONE.json").exists()
 
 
