@@ -25,6 +25,7 @@ from nanochat.dataset import data_identity, open_shard, read_row_group, split_pa
 
 MAX_STREAMS = 64
 PREFETCH = 4  # batches made ahead
+JOIN_SECONDS = 60  # for a batch that is being made
 
 # ---------------------------------------------------------------------------- what is dealt
 
@@ -267,7 +268,10 @@ def _endless(batches, device):
 
 
 def _in_thread(make):
-    """Iterate make() in a thread, PREFETCH items ahead. Its exceptions come out here; closing ends the thread."""
+    """Iterate make() in a thread, PREFETCH items ahead. Its exceptions come out here; closing ends the thread first.
+
+    A thread that Python finds inside a library's C++ code when it exits makes the process abort.
+    """
     ready, stop = queue.Queue(PREFETCH), threading.Event()
 
     def put(item):
@@ -286,7 +290,8 @@ def _in_thread(make):
         except BaseException as error:
             put((None, error))
 
-    threading.Thread(target=work, name="dataloader", daemon=True).start()
+    thread = threading.Thread(target=work, name="dataloader", daemon=True)
+    thread.start()
     try:
         while True:
             item, error = ready.get()
@@ -295,6 +300,7 @@ def _in_thread(make):
             yield item
     finally:
         stop.set()
+        thread.join(JOIN_SECONDS)
 
 
 def _pair(rows):

@@ -305,6 +305,7 @@ def sample(run: Run, say):
 
 def score_core(run: Run, say):
     """CORE of the present weights into metrics.jsonl; what prevents it is said, and training goes on."""
+    start = time.perf_counter()
     run.model.eval()
     try:
         with torch.compiler.set_stance("force_eager"):  # shapes change with every item
@@ -315,6 +316,7 @@ def score_core(run: Run, say):
         return
     finally:
         run.model.train()
+        run.evaluated += time.perf_counter() - start
     run.log.log("core", step=run.step, core_metric=found["core_metric"], results=found["results"], most=most)
     value = "incomplete" if found["core_metric"] is None else f"{found['core_metric']:.4f}"
     say(f"step {run.step}/{run.plan.num_iterations}  CORE {value}")
@@ -355,7 +357,8 @@ def loop(run: Run):
             report.say(f"step {run.step}/{plan.num_iterations}  validation {evaluate(run):.4f} bits per byte")
         if args.sample_every > 0 and run.step > 0 and (last or run.step % args.sample_every == 0):
             sample(run, report.say)
-        if args.core_metric_every > 0 and run.step > 0 and (last or run.step % args.core_metric_every == 0):
+        every = args.core_metric_every  # a run shorter than that never asks for the items
+        if 0 < every <= plan.num_iterations and run.step > 0 and (last or run.step % every == 0):
             score_core(run, report.say)
         if last:
             break
@@ -388,4 +391,7 @@ def train(args):
     """The whole of scripts/base_train.py behind its flags. ValueError for what the user can mend."""
     run = build(args)
     if run is not None:
-        loop(run)
+        try:
+            loop(run)
+        finally:
+            run.loader.close()

@@ -262,9 +262,15 @@ def test_the_thread_ends_with_its_loader(base):
     next(loader)
     threads = [t for t in threading.enumerate() if t.name == "dataloader"]
     loader.close()
-    for thread in threads:
-        thread.join(SECONDS)
     assert threads and not any(t.is_alive() for t in threads)
+
+
+def test_no_thread_is_left_where_a_loader_is_dropped(base):
+    pairs = tokenizing_distributed_data_loader_bos_bestfit(Numbers(), 2, 15, "train", device="cpu")
+    next(pairs)
+    assert any(t.name == "dataloader" for t in threading.enumerate())
+    del pairs
+    assert not any(t.name == "dataloader" for t in threading.enumerate())
 
 
 # ---------------------------------------------------------------------------- what is refused
