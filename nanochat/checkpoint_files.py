@@ -1,8 +1,7 @@
 """The files of saved steps: model_000123.pt, optim_000123_rank0.pt, and meta_000123.json, written last.
 
-The metadata are the manifest too: `files` holds size and sha256 of the others, `meta_sha256` seals the metadata
-themselves. A step is complete when its model and its metadata are there; a kill while saving leaves the step before it
-the newest.
+The metadata are the manifest too: `files` holds size and sha256 of the others, and they are sealed themselves. A step
+is complete when its model and its metadata are there; a kill while saving leaves the step before it the newest.
 """
 
 import hashlib
@@ -15,7 +14,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from nanochat.common import atomic_write, file_sha256, first_line, is_ddp_initialized, jsonable, print0, write_json
+from nanochat.common import (
+    atomic_write,
+    file_sha256,
+    first_line,
+    is_ddp_initialized,
+    print0,
+    seal,
+    seal_holds,
+    write_json,
+)
 
 FORMAT = 1  # of the metadata; what lacks the field was written before it, or by upstream
 
@@ -72,13 +80,7 @@ def save_checkpoint(checkpoint_dir, step, model_data, optimizer_data, meta_data,
 
 
 def write_meta(checkpoint_dir, step, meta):
-    write_json(meta_path(checkpoint_dir, step), {**meta, "meta_sha256": _seal(meta)})
-
-
-def _seal(meta) -> str:
-    """sha256 of metadata, the same before they are written and after they are read."""
-    facts = jsonable({key: value for key, value in meta.items() if key != "meta_sha256"})
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    write_json(meta_path(checkpoint_dir, step), seal(meta))
 
 
 class _Measured:
@@ -179,7 +181,7 @@ def check_step(checkpoint_dir, step, *, optimizer=False, hashes=False):
     manifest, older ones and upstream's, pass.
     """
     meta = read_meta(checkpoint_dir, step)
-    if hashes and meta.get("meta_sha256", _seal(meta)) != _seal(meta):
+    if hashes and not seal_holds(meta):
         raise ValueError(f"{meta_path(checkpoint_dir, step)} is not what was saved: delete this step or choose another")
     for name, entry in meta.get("files", {}).items():
         if not optimizer and name != model_path(checkpoint_dir, step).name:

@@ -209,6 +209,17 @@ def write_json(path, value):
         f.write("\n")
 
 
+def seal(facts: dict) -> dict:
+    """`facts` and, under `seal`, a sha256 over them; the same before they are written as JSON and after."""
+    own = jsonable({key: value for key, value in facts.items() if key != "seal"})
+    return {**facts, "seal": hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()}
+
+
+def seal_holds(facts: dict) -> bool:
+    """False when `facts` were sealed and have changed since."""
+    return "seal" not in facts or facts["seal"] == seal(facts)["seal"]
+
+
 def file_sha256(path) -> str:
     digest = hashlib.sha256()
     with open(path, "rb") as f:

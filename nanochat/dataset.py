@@ -28,7 +28,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from filelock import FileLock, Timeout
 
-from nanochat.common import file_sha256, first_line, get_base_dir, progress, write_json
+from nanochat.common import file_sha256, first_line, get_base_dir, progress, seal_holds, write_json
 from nanochat.download import Stopped, download
 
 BASE_URL = "https://huggingface.co/datasets/karpathy/climbmix-400b-shuffle/resolve/main"
@@ -70,6 +70,8 @@ def read_manifest(directory=None) -> dict:
         for field, kind in (("source", str), ("files", dict)):
             if not isinstance(manifest.get(field, kind()), kind):
                 raise TypeError(f"{field} is no {kind.__name__}")
+        if not seal_holds(manifest):
+            raise ValueError("it is not what was written")
     except (OSError, ValueError, TypeError, RecursionError) as error:
         reason = first_line(error)
         raise ValueError(f"{path}: cannot be read ({reason}); delete it and run the dataset command again") from error

@@ -18,7 +18,7 @@ import zipfile
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from nanochat.common import atomic_write, file_sha256, get_base_dir, progress, write_json
+from nanochat.common import atomic_write, file_sha256, get_base_dir, progress, seal, write_json
 from nanochat.dataset import (
     COLUMN,
     MANIFEST,
@@ -239,7 +239,7 @@ def build(source, *, num_files=-1, doc_words=None, holdout=0.1):
     counts = _write_shards(texts, words, num_files, source)
     names = sorted(name for name in os.listdir(get_data_dir()) if name.endswith(".parquet"))
     files = {name: file_sha256(os.path.join(get_data_dir(), name)) for name in names}
-    write_json(manifest_path, {"source": source, "request": request, **counts, "files": files})
+    write_json(manifest_path, seal({"source": source, "request": request, **counts, "files": files}))
 
 
 def _intact(files):

@@ -41,6 +41,7 @@ JSON_NAME, RANKS_NAME, PICKLE_NAME, BYTES_NAME = (
     "tokenizer.json", "tokenizer.tiktoken", "tokenizer.pkl", "token_bytes.pt",
 )  # fmt: skip
 FORMAT = "nanochat-tiktoken-1"
+PROBE = "It's 12,345\r\n\n  naïve 漢字 🙂 x_y (a) aaaaaaaa\t"
 REMEDY = "run python -m scripts.tok_train to make a new tokenizer"
 
 # ---------------------------------------------------------------------------- the tokenizer
@@ -268,9 +269,14 @@ def _encoding(name, pattern, ranks, specials, source):
     check(len(set(ids)) == len(ids), "two tokens share one id")
     check(all(bytes([b]) in ranks for b in range(256)), "some of the 256 single bytes have no token")
     try:
-        return tiktoken.Encoding(name=name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=specials)
-    except ValueError as error:
-        raise ValueError(f"{source}: {error}; {REMEDY}") from error
+        enc = tiktoken.Encoding(name=name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=specials)
+        intact = enc.decode(enc.encode_ordinary(PROBE)) == PROBE
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # tiktoken's panics are no Exceptions
+        raise ValueError(f"{source}: {first_line(error)}; {REMEDY}") from error
+    check(intact, "the pattern loses text")
+    return enc
 
 
 def _unreadable(path, what, error) -> ValueError:

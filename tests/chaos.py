@@ -22,7 +22,7 @@ import torch
 import chaos_faults
 import chaos_files
 import chaos_kills
-from chaos_run import forked, new_base, trains, undisturbed
+from chaos_run import undisturbed, warm
 from nanochat import metrics
 from nanochat.common import write_json
 from tiny import make_corpus
@@ -88,7 +88,7 @@ def main(argv=None):
         corpus = Path(folder, "corpus")
         corpus.mkdir()
         make_corpus(corpus, manifest=True)
-        forked(trains(new_base(corpus, folder, "warm")))
+        warm()
         for name, section in sections(folder, corpus, size).items():
             if args.only and name not in args.only:
                 continue

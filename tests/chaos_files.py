@@ -270,7 +270,7 @@ def place(base, folder, form):
     if form.endswith("without manifest"):
         path = copy / STEP.format("meta", ".json")
         meta = json.loads(path.read_text())
-        path.write_text(json.dumps({k: v for k, v in meta.items() if k not in ("files", "format", "meta_sha256")}))
+        path.write_text(json.dumps({k: v for k, v in meta.items() if k not in ("files", "format", "seal")}))
     return copy, copy / FORMATS[form][0]
 
 

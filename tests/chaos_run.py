@@ -3,6 +3,7 @@
 Children are forked from a process that has imported everything, for importing takes longer than the run itself.
 """
 
+import gc
 import hashlib
 import json
 import os
@@ -17,6 +18,8 @@ import torch
 
 from nanochat import metrics
 from nanochat.checkpoint_files import list_steps, model_path, newest_whole_step, read_tensors
+from nanochat.plan import plan_run
+from nanochat.train import fresh_model
 from scripts import base_train
 from tiny import TINY, link_corpus
 
@@ -112,6 +115,14 @@ def forked(function, timeout=300.0) -> Ended:
 
 
 # ---------------------------------------------------------------------------- the run
+
+
+def warm():
+    """Import here what a run would import in every child; some of it comes with the first model alone."""
+    config, plan = plan_run(base_train.parser().parse_args(RUN), 320, 1)
+    fresh_model(config, torch.device("cpu"), 0).setup_optimizer(**plan.optimizer_args)
+    gc.collect()
+    gc.freeze()  # children would copy what their collector touches
 
 
 def trains(base, *more, around=None):

@@ -58,7 +58,7 @@ def rewrite_meta(folder, change, step=3):
     path = cm.meta_path(folder, step)
     meta = json.loads(path.read_text())
     change(meta)
-    meta.pop("meta_sha256")
+    meta.pop("seal")
     path.write_text(json.dumps(meta))
 
 

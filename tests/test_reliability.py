@@ -11,7 +11,7 @@ import pytest
 import chaos_faults
 import chaos_files
 import chaos_kills
-from chaos_run import Child, checkpoints, forked, new_base, same, strict_json, trains, undisturbed
+from chaos_run import Child, checkpoints, forked, new_base, same, strict_json, trains, undisturbed, warm
 from nanochat import saving, stopping
 from nanochat.checkpoint_manager import list_steps
 from nanochat.common import atomic_write, write_json
@@ -20,6 +20,7 @@ from tiny import make_corpus
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
+    warm()
     return make_corpus(tmp_path_factory.mktemp("corpus"), manifest=True)
 
 

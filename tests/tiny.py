@@ -7,6 +7,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from nanochat.common import seal
 from nanochat.tokenizer import RustBPETokenizer, save_token_bytes
 
 TEXT = [f"Document {i} counts {i * 7 % 31} apples, {i * 3 % 17} pears and one tree. " * (1 + i % 4) for i in range(400)]
@@ -31,7 +32,7 @@ def make_corpus(folder, manifest=False):
     if manifest:
         files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in data.glob("*.parquet")}
         facts = {"source": "text:tiny", "train_text_sha256": "train", "val_text_sha256": "val", "files": files}
-        (data / "source.json").write_text(json.dumps(facts))
+        (data / "source.json").write_text(json.dumps(seal(facts)))
     return folder
 
 
