@@ -215,6 +215,10 @@ train_variant() { # train_variant VARIANT SEED FLAGS
         "${common[@]}" "${flags[@]}" --device-type $DEVICE --eval-every $EVAL_EVERY --eval-tokens $EVAL_TOKENS \
         --core-metric-every=-1 --sample-every=-1 || return
     if [ "$DRY_RUN" = 1 ] || [ "$NODE" != 0 ]; then return; fi
+    if [ ! -f "$CHECKPOINTS/$tag/DONE.json" ]; then # a signal to the trainer alone; it saved
+        echo "$tag: stopped before its end" >&2
+        return 1
+    fi
     drop_older_steps "$CHECKPOINTS/$tag"
 }
 

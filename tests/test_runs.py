@@ -259,6 +259,7 @@ case "$*" in
     mkdir -p "$dir"
     if [ -f "$dir/DONE.json" ]; then exit 0; fi
     for step in 08 24; do touch "$dir"/{{model_0000$step.pt,meta_0000$step.json,optim_0000${{step}}_rank0.pt}}; done
+    case "$*" in *"${{STOP:-nothing}}"*) exit 0 ;; esac
     touch "$dir/DONE.json" ;;
 *tok_train*) mkdir -p "$NANOCHAT_BASE_DIR/tokenizer" ;;
 esac
@@ -283,6 +284,14 @@ def test_failed_variant_is_named_and_the_others_go_on(stand_in):
     assert "FAILED: training d24_flops_baseline_s0" in done.stderr and "bov_s0 FAILED" not in done.stderr
     assert any("d24_flops_bov_s0" in line and "base_train" in line for line in calls)
     assert "d24_flops_baseline_s0" not in next(line for line in calls if "bov_report" in line)
+
+
+@NO_BASH
+def test_a_run_stopped_before_its_end_is_named(stand_in):
+    call, base = stand_in
+    done, _ = call(STOP="--model-tag d24_flops_bov")
+    assert done.returncode == 1 and "d24_flops_bov_s0: stopped before its end" in done.stderr
+    assert "FAILED: training d24_flops_bov_s0" in done.stderr
 
 
 @NO_BASH
