@@ -25,9 +25,10 @@ DERIVED = {
     "kv_bytes_per_token", "table_bytes", "expected_epochs", "packing", "shards", "disk_bytes", "train_bytes_per_rank",
 }  # fmt: skip
 # In these a variant may differ from its baseline, in RATES too where no baseline has the same; in all else they agree.
-OWN = {"preset", "plan.num_iterations", "plan.lr.value_table", *(f"config.{axis}" for axis in AXES)}
+OWN = {"preset", "plan.num_iterations", *(f"config.{axis}" for axis in AXES)}
+OWN |= {"plan.lr.value_table", "plan.table_weight_decay"}  # a baseline has no tables
 RATES = {f"plan.lr.{name}" for name in ("matrix", "embedding", "unembedding", "scalar")}
-RATES |= {"plan.weight_decay", "plan.table_weight_decay"}
+RATES |= {"plan.weight_decay"}
 HELD_OUT = {"data.val", "eval_tokens"}  # compared by same_validation
 BUDGETS = ("flops", "tokens", "params")
 
