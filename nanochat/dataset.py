@@ -66,7 +66,9 @@ def read_manifest(directory=None) -> dict:
         return {}
     try:
         with open(path, encoding="utf-8") as f:
-            manifest = dict(json.load(f))
+            manifest = json.load(f)
+        if not isinstance(manifest, dict):
+            raise TypeError("it holds no object")
         for field, kind in (("source", str), ("files", dict)):
             if not isinstance(manifest.get(field, kind()), kind):
                 raise TypeError(f"{field} is no {kind.__name__}")

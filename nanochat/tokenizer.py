@@ -1,8 +1,8 @@
 """Byte-level BPE: rustbpe trains, tiktoken encodes; the same words, specials and chat format as upstream nanochat.
 
-On disk, in base_dir/tokenizer/: `tokenizer.json` (pattern, special tokens, hash of the ranks), `tokenizer.tiktoken`
-(one "base64 rank" line per token) and `token_bytes.pt`. None of them can run code when read. Upstream's
-`tokenizer.pkl` is read where there is no JSON, through an unpickler that knows tiktoken's Encoding and nothing else.
+On disk, in base_dir/tokenizer/: `tokenizer.json` (pattern, special tokens, hash of the ranks, all of it sealed),
+`tokenizer.tiktoken` (one "base64 rank" line per token) and `token_bytes.pt`. None of them can run code when read.
+Upstream's `tokenizer.pkl` is read where there is no JSON, through an unpickler that knows tiktoken's Encoding alone.
 """
 
 import base64
@@ -16,7 +16,7 @@ import rustbpe
 import tiktoken
 import torch
 
-from nanochat.common import atomic_write, file_sha256, first_line, get_base_dir, write_json
+from nanochat.common import atomic_write, file_sha256, first_line, get_base_dir, seal, seal_holds, write_json
 
 SPECIAL_TOKENS = [
     "<|bos|>",  # begins every document
@@ -105,7 +105,7 @@ class RustBPETokenizer:
             "ranks_file": RANKS_NAME,
             "ranks_sha256": file_sha256(ranks_path),
         }
-        write_json(os.path.join(tokenizer_dir, JSON_NAME), meta)
+        write_json(os.path.join(tokenizer_dir, JSON_NAME), seal(meta))
         pickle_path = os.path.join(tokenizer_dir, PICKLE_NAME)
         if upstream_pickle or os.path.exists(pickle_path):
             with atomic_write(pickle_path) as f:
@@ -290,6 +290,8 @@ def _read_json(path):
             meta = json.load(f)
         if meta["format"] != FORMAT:
             raise ValueError(f"format {meta['format']!r}, expected {FORMAT!r}")
+        if not seal_holds(meta):
+            raise ValueError("it is not what was written")
         ranks_path = os.path.join(os.path.dirname(path), os.path.basename(meta["ranks_file"]))
         if file_sha256(ranks_path) != meta["ranks_sha256"]:
             raise ValueError(f"{ranks_path} is not the file it was written with")

@@ -201,7 +201,7 @@ def random_kills(corpus, folder, expected, kills=30, seed=0) -> dict:
     while done < kills:
         base = new_base(corpus, folder, f"random_{runs}")
         for _ in range(200):
-            patience = generator.uniform(0.2, 1.1) * length if done < kills else None
+            patience = generator.uniform(0.05, 0.8) * length if done < kills else None
             end = Child(trains(base)).wait(kill_after=patience)
             if end.code != -signal.SIGKILL:
                 break
