@@ -240,7 +240,7 @@ def decode_bytes(sizes: Sizes, decode: Decode) -> dict[str, int]:
         "slots": 8 * B * S if slots else 0,
         "slot_map": (4 + 8) * sizes.vocab if slots else 0,
         "pool": len(pools) * min(sizes.vocab, decode.distinct + decode.distinct // 4 + 64) * table_row
-        + len(pooled) * _kept_bags(sizes, decode),
+        + kept_places(sizes, decode),
         "state": 4 * B * (2 if banks else 1) + (B * sizes.n_embd * dtype.itemsize if sizes.smear else 0),
         "temporaries": max(attention_temporaries(sizes, decode, i) for i in range(sizes.n_layer)),
         "step_temporaries": step_temporaries(sizes, decode),
@@ -308,12 +308,13 @@ def _in_bags(decode: Decode, queries: int) -> bool:
     return decode.device == "cpu" and queries <= one_query.SUMMED_ALONE
 
 
-def _kept_bags(sizes: Sizes, decode: Decode) -> int:
-    """Bytes of one_query.value_bags for a pool: the place of each row for each query, and where each bag begins."""
+def kept_places(sizes: Sizes, decode: Decode) -> int:
+    """Bytes of one_query.value_bags for all pools: the place of each row for each query, and where each bag begins."""
+    pooled = {sizes.specs[i].table for i in sizes.bank_layers if chosen(sizes, decode, i) == "pooled"}
     bags, U = decode.batch * sizes.n_head, decode.distinct
     if not _in_bags(decode, bags // sizes.n_kv_head):
         return 0
-    return 4 * bags * (U + one_query.bag_parts(bags, U))
+    return len(pooled) * 4 * bags * (U + one_query.bag_parts(bags, U))
 
 
 def _sum_of_values(sizes: Sizes, decode: Decode, shape: tuple[int, int, int], itemsize: int, kept=False) -> int:
@@ -385,13 +386,14 @@ def break_even(sizes: Sizes, decode: Decode) -> dict[str, float]:
     """batch * context at which a model holds as much as its standard form, for `decode`'s context and any batch.
 
     tables: the tables equal the V no longer cached (V rows per table under `full`). all: everything held counts, so
-    ids, slots, slot map, pools of `decode`'s distinct tokens, the W_V that is gone. 0 when the banks always save, inf
-    when never or without.
+    ids, slots, slot map, pools of `decode`'s distinct tokens, the W_V that is gone; only kept_places do not, a few
+    percent of a pool that grow with the batch. 0 when the banks always save, inf when never or without.
     """
     own, standard = decode_bytes(sizes, decode), decode_bytes(sizes.standard, decode)
     saved = standard["v"] - own["v"]
     tables = own["tables"] - standard["tables"]
-    fixed = tables + own["slot_map"] + own["pool"] + own["weights"] - standard["weights"]
+    pool = own["pool"] - kept_places(sizes, decode)
+    fixed = tables + own["slot_map"] + pool + own["weights"] - standard["weights"]
     tokens = decode.batch * decode.context
     grows = own["ids"] + own["slots"] + own["state"] - standard["state"]
     return {"tables": _tokens(tables, saved / tokens), "all": _tokens(fixed, (saved - grows) / tokens)}
