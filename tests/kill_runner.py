@@ -23,6 +23,7 @@ from nanochat.common import write_json
 from nanochat.metrics import git_commit, read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
+RUNS = 2  # trainings of the script
 LONGEST = 900  # seconds of one undisturbed run, on a busy machine
 
 
@@ -74,6 +75,8 @@ def disturbed(base: Path, log, kills: int, seconds: float, draw) -> list[dict]:
             os.kill(runner.pid, signal.SIGKILL)
             runner.wait()
             history.append({"seconds": round(after, 2), "lines_on_record": steps_done(base)})
+            if len(list(base.glob("base_checkpoints/*/DONE.json"))) == RUNS:  # else later kills miss the trainings
+                shutil.rmtree(base / "base_checkpoints")
             print(
                 f"kill {len(history)} after {after:.1f} s, {history[-1]['lines_on_record']} lines on record", flush=True
             )
