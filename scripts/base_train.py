@@ -8,6 +8,7 @@ python -m scripts.base_train --preset paper/bov --depth 12 --target-flops 1.5e18
 import argparse
 import math
 import os
+import signal
 import sys
 import traceback
 
@@ -80,11 +81,20 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv=None):
+    interrupted = []
+
+    def note(number, frame):
+        interrupted.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, note)
     try:
-        run(argv)
+        run(argv, interrupted)
     except KeyboardInterrupt:
         print("\nstopped before the first step; nothing was changed", file=sys.stderr)
         sys.exit(130)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def check(args):
@@ -96,7 +106,7 @@ def check(args):
         raise ValueError(f"--keep-last {args.keep_last}: at least 1, or -1 for all")
 
 
-def run(argv):
+def run(argv, interrupted):
     args = parser().parse_args(argv)
     if args.fp8:
         sys.exit("--fp8: not in this host; train in bf16")
@@ -113,6 +123,8 @@ def run(argv):
         else:
             from nanochat.train import train
 
+            if interrupted:  # torch drops an interrupt that comes while it imports numpy
+                raise KeyboardInterrupt
             train(args)
     except SystemExit as end:  # after a signal, with a checkpoint saved
         code = end.code
