@@ -42,7 +42,7 @@ def header(preset="paper/baseline", seed=42, val="v" * 64, expected_epochs=1.86,
 
 
 def write_run(folder, preset="paper/baseline", bpb=BASELINE, done=True, speed=5000.0, **more):
-    """A checkpoint folder without checkpoints; a number as `bpb` is the last evaluation's, the others follow from it."""
+    """A checkpoint folder without checkpoints; a number as `bpb` is the last evaluation's, others follow from it."""
     head = header(preset, **more)
     if not isinstance(bpb, dict):
         last = head["plan"]["num_iterations"]
