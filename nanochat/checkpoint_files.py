@@ -250,7 +250,9 @@ def delete_leftovers(checkpoint_dir):
 
 def keep_newest(checkpoint_dir, count):
     """Delete all but the newest `count` complete steps, once the newest is read back as it was saved (ValueError)."""
-    *older, newest = list_steps(checkpoint_dir)
-    check_step(checkpoint_dir, newest, optimizer=True, hashes=True)
-    for step in older[: max(0, len(older) + 1 - count)]:
+    steps = list_steps(checkpoint_dir)
+    older = steps[:-count]
+    if older:
+        check_step(checkpoint_dir, steps[-1], optimizer=True, hashes=True)
+    for step in older:
         delete_step(checkpoint_dir, step)

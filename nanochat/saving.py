@@ -210,8 +210,13 @@ def save(run):
     Raises FloatingPointError, and writes nothing, for weights gone bad, and OSError naming a file that cannot be
     written; the steps before stand in either case.
     """
-    if run.saved == run.step:
-        return
+    if run.saved != run.step:
+        _save(run)
+    if run.rank == 0 and run.args.keep_last > 0:
+        keep_newest(run.folder, run.args.keep_last)
+
+
+def _save(run):
     bad = [name for name, p in run.model.named_parameters() if not p.isfinite().all()]
     if bad:
         raise FloatingPointError(
@@ -221,8 +226,6 @@ def save(run):
     optimizer = run.optimizer.state_for_save() | {"rng_state": torch.get_rng_state()}
     save_checkpoint(run.folder, run.step, run.model.state_dict(), optimizer, _metadata(run), rank=run.rank)
     run.saved = run.step
-    if run.rank == 0 and run.args.keep_last > 0:
-        keep_newest(run.folder, run.args.keep_last)
 
 
 def _metadata(run) -> dict:

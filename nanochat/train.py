@@ -206,8 +206,8 @@ def train_step(run: Run) -> float:
         loss = run.compiled(x, y) / plan.grad_accum_steps
         loss.backward()
         total[0] += loss.detach()
-    peaks = gradient_peaks(run.optimizer)
-    total[1] = ~peaks.isfinite().all()
+    norms = gradient_norms(run.optimizer)
+    total[1] = ~norms.isfinite().all()
     own_loss = total[0].clone()
     factor = lr_multiplier(run.step, plan)
     for group in run.optimizer.param_groups:
@@ -223,24 +223,27 @@ def train_step(run: Run) -> float:
     run.step += 1
     mean_loss, broken = total.tolist()
     if broken or not math.isfinite(mean_loss):
-        raise FloatingPointError(_what_broke(run, own_loss.item(), peaks.tolist()))
+        raise FloatingPointError(_what_broke(run, own_loss.item(), norms.tolist()))
     return mean_loss
 
 
-def gradient_peaks(optimizer) -> torch.Tensor:
-    """The largest magnitude of this rank's own gradient, per parameter in the optimizer's order; NaN stays NaN."""
-    peaks = []
+def gradient_norms(optimizer) -> torch.Tensor:
+    """Euclidean norms of this rank's own gradients, per parameter in the optimizer's order.
+
+    Not finite where a gradient is not, or where it is too large for a sum of squares in fp32.
+    """
+    norms = []
     for group in optimizer.param_groups:
         grads = [p.grad for p in group["params"] if p.grad is not None]
-        peaks += [peak.float() for peak in torch._foreach_norm(grads, math.inf)] if grads else []
-    return torch.stack(peaks)
+        norms += [norm.float() for norm in torch._foreach_norm(grads)] if grads else []
+    return torch.stack(norms)
 
 
-def _what_broke(run: Run, loss: float, peaks: list[float]) -> str:
+def _what_broke(run: Run, loss: float, norms: list[float]) -> str:
     """One line that all ranks agree on: the step, and per rank its loss and the groups whose gradients went bad."""
-    peaks, bad = iter(peaks), []
+    norms, bad = iter(norms), []
     for group in run.optimizer.param_groups:
-        wrong = [name for name, peak in zip(group["names"], peaks, strict=False) if not math.isfinite(peak)]
+        wrong = [name for name, norm in zip(group["names"], norms, strict=False) if not math.isfinite(norm)]
         bad += [f"the gradient of group {group['name']} ({wrong[0]})"] if wrong else []
     parts = ([f"the loss ({loss})"] if not math.isfinite(loss) else []) + bad[:3]
     parts += [f"{len(bad) - 3} more groups"] if len(bad) > 3 else []
