@@ -142,7 +142,7 @@ class Probes:
     def make(self, kind, length, n):
         """`n` questions of a probe, or [] where `length` is too short for it."""
         rng = random.Random(f"{SEED} {kind} {length}")
-        made = [getattr(self, kind)(rng, index, length) for index in range(n)]
+        made = [PROBES[kind](self, rng, index, length) for index in range(n)]
         return [] if None in made else made
 
 
@@ -151,7 +151,7 @@ def _choice(index, prompt, answers, gold):
     return Question(index, rows, (len(prompt),) * len(answers), gold)
 
 
-PROBES = ("passkey", "recall", "induction")
+PROBES = {"passkey": Probes.passkey, "recall": Probes.recall, "induction": Probes.induction}
 
 
 def run_probe(model, tokenizer, probes, kind, length, n) -> dict:
