@@ -83,8 +83,11 @@ class Metrics:
 
     def log(self, kind: str, **fields):
         if self.rank == 0:
-            with open(self.path, "a", encoding="utf-8") as f:
-                f.write(_line({"kind": kind, **fields}))
+            try:
+                with open(self.path, "a", encoding="utf-8") as f:
+                    f.write(_line({"kind": kind, **fields}))
+            except OSError as error:  # a full disk gives no name when it writes
+                raise OSError(error.errno, f"not written: {error.strerror}", str(self.path)) from error
             self._to_wandb({f"{kind}/{name}": value for name, value in fields.items()})
 
     def _to_wandb(self, values):

@@ -98,7 +98,8 @@ def claim(folder):
         raise ValueError(
             f"{folder}: another process trains there; wait for its end, or give another --model-tag"
         ) from None
-    except NotImplementedError:  # a file system without locks
+    except NotImplementedError:
+        print0(f"{folder}: this file system has no locks, so nothing keeps a second trainer out", flush=True)
         return
     _claimed[str(folder)] = lock
 
