@@ -92,7 +92,10 @@ train_run() { # train_run TAG FLAG...: the plan in a dry run; else train, contin
     local tag=$1
     shift
     py -m scripts.base_train --model-tag "$tag" --resume auto "$@"
-    [ "$DRY_RUN" = 1 ] || return 0
+    if [ "$DRY_RUN" != 1 ]; then
+        [ -f "$CHECKPOINTS/$tag/DONE.json" ] || exit 143 # a signal to the trainer alone; it saved
+        return
+    fi
     if ! python_ready; then
         echo "(its plan is printed here once set-up has run)"
     else
