@@ -198,6 +198,7 @@ def test_no_index_host_is_written_down():
 
 def test_a_training_stopped_by_a_signal_is_not_evaluated(echo_python, tmp_path):
     python, log = echo_python  # it trains nothing and ends with 0, as the trainer does after SIGTERM
+    (tmp_path / "base" / "tokenizer").mkdir(parents=True)
     done = bash("bash runs/bov_cpu.sh", NANOCHAT_PYTHON=str(python), NANOCHAT_BASE_DIR=str(tmp_path / "base"))
     assert done.returncode == 143 and "Stopped during" in done.stderr
     assert "base_train" in log.read_text() and "base_eval" not in log.read_text()
