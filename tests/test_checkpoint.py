@@ -4,11 +4,11 @@ import json
 import math
 import os
 import time
+from multiprocessing import Manager
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 import nanochat.checkpoint_files as cf
 import nanochat.checkpoint_manager as cm
@@ -18,6 +18,7 @@ from nanochat.bov.presets import preset
 from nanochat.bov.spec import layer_specs
 from nanochat.common import COMPUTE_DTYPE, file_sha256
 from nanochat.gpt import GPT, GPTConfig, config_to_dict
+from ranks import spawn
 
 SHAPE = dict(sequence_len=32, vocab_size=70, n_layer=3, n_head=2, n_kv_head=1, n_embd=32)
 
@@ -354,9 +355,9 @@ def _save_late(rank, folder, found):
 
 def test_a_step_is_complete_only_with_the_shards_of_all_ranks(tmp_path):
     """Rank 0 has saved when rank 1, which comes a second later, has."""
-    with mp.Manager() as manager:
+    with Manager() as manager:
         found = manager.dict()
-        mp.spawn(_save_late, args=(tmp_path, found), nprocs=2)
+        spawn(_save_late, (tmp_path, found))
         assert found["shards"] == [0, 1]
     assert cm.find_last_step(tmp_path / "d3") == 4
 

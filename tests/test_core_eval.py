@@ -11,7 +11,6 @@ from itertools import count, islice
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,6 +20,7 @@ from models import build
 from nanochat import core_eval, core_prompts, core_score
 from nanochat.core_bundle import read_items, read_tasks
 from nanochat.core_prompts import Question
+from ranks import spawn
 
 TOKENIZER = core_items.tokenizer()
 UPSTREAM, BUNDLE = os.environ.get("NANOCHAT_UPSTREAM"), os.environ.get("NANOCHAT_EVAL_BUNDLE")
@@ -368,7 +368,7 @@ def _answers_on(rank, folder, fails):
 
 
 def test_two_ranks_answer_what_one_does(tmp_path):
-    mp.spawn(_answers_on, args=(tmp_path, False), nprocs=2)
+    spawn(_answers_on, (tmp_path, False))
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     alone = ask(core_items.model("bov"), core_items.items("schema", 9), core_items.task("schema", 1))
     assert first == second and [index for index, *_ in first] == list(range(9))
@@ -378,6 +378,6 @@ def test_two_ranks_answer_what_one_does(tmp_path):
 
 
 def test_a_rank_that_fails_ends_all_with_its_message(tmp_path):
-    mp.spawn(_answers_on, args=(tmp_path, True), nprocs=2)
+    spawn(_answers_on, (tmp_path, True))
     said = {json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)}
     assert len(said) == 1 and said.pop().startswith("rank 1 failed: ")

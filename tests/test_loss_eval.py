@@ -1,15 +1,16 @@
 """Bits per byte against a plain loop, with special and ignored targets, and over two ranks."""
 
 import math
+from multiprocessing import Manager
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanochat.loss_eval import evaluate_bpb
+from ranks import spawn
 
 BYTES = torch.tensor([0, 1, 2, 5, 1])  # token 0 is special
 
@@ -80,8 +81,8 @@ def _rank(rank, path, results):
 
 
 def test_two_ranks_give_the_sum_over_both(tmp_path):
-    with mp.Manager() as manager:
+    with Manager() as manager:
         results = manager.dict()
-        mp.spawn(_rank, args=(tmp_path / "rendezvous", results), nprocs=2)
+        spawn(_rank, (tmp_path / "rendezvous", results))
         expected = by_hand([batch([[1, 2, 3]]), batch([[4, -1, 0]]), batch([[3, 3, 2]])])
         assert results[0] == results[1] == pytest.approx(expected, rel=1e-6)

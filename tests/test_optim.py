@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanochat import optim
 from nanochat.optim import MuonAdamW, param_groups, polar_factor, reshard
+from ranks import spawn
 
 
 @pytest.fixture(autouse=True)
@@ -467,8 +467,6 @@ def train_on_two_ranks(rank, folder):
         optimizer.step()
     torch.save(parameters_of(optimizer), f"{folder}/end{rank}.pt")
     dist.barrier()
-    # gloo's threads outlive the group, and a tensor they let go of during shutdown aborts (pytorch PR 179291)
-    os._exit(0)
 
 
 def average_gradients(groups, step):
@@ -481,7 +479,7 @@ def average_gradients(groups, step):
 
 
 def test_two_ranks_equal_one_and_each_other(tmp_path):
-    mp.spawn(train_on_two_ranks, args=(str(tmp_path),), nprocs=2)
+    spawn(train_on_two_ranks, (str(tmp_path),))
     end = [torch.load(tmp_path / f"end{rank}.pt", weights_only=True) for rank in range(2)]
     assert all(torch.equal(end[0][name], end[1][name]) for name in end[0])
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 
+import ranks
 from core_items import write_bundle
 from models import randomise_
 from nanochat import metrics, saving, train
@@ -598,7 +598,7 @@ def spawn(world_size, out, more, steps=5, resume_from=None):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    mp.spawn(worker, (world_size, port, out, more, steps, resume_from), nprocs=world_size)
+    ranks.spawn(worker, (world_size, port, out, more, steps, resume_from), world_size)
     return [torch.load(out / f"{world_size}_{rank}.pt", weights_only=True) for rank in range(world_size)]
 
 
