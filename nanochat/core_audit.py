@@ -3,41 +3,9 @@
 Reads runs/paper.toml. Table 3 has all 21 tasks of three models; Table 2 only some, so its CORE stays unchecked.
 """
 
-from pathlib import Path
-
 from nanochat.core_bundle import BASELINES, PAPER21
 from nanochat.core_compare import centre
-
-PAPER = Path(__file__).parents[1] / "runs" / "paper.toml"
-
-# the paper's names -> labels of the bundle
-LABELS = {
-    "SQuAD": "squad", "CoQA": "coqa", "BoolQ": "boolq", "Dyck": "bigbench_dyck_languages",
-    "LSAT-AR": "agi_eval_lsat_ar", "CS-Alg": "bigbench_cs_algorithms",
-    "Operators": "bigbench_operators", "Repeat-Copy": "bigbench_repeat_copy_logic",
-    "Jeopardy": "jeopardy", "WikiData": "bigbench_qa_wikidata", "ARC-E": "arc_easy", "ARC-C": "arc_challenge",
-    "COPA": "copa", "CSQA": "commonsense_qa", "CommonsenseQA": "commonsense_qa", "PIQA": "piqa", "OBQA": "openbook_qa",
-    "LAMBADA": "lambada_openai", "HellaSwag": "hellaswag", "Winograd": "winograd", "Winogrande": "winogrande",
-    "LangID": "bigbench_language_identification",
-}  # fmt: skip
-TASK_COLUMNS = ("paper/baseline", "paper/bov", "table3/ve_gated")  # presets, in the order of the tasks' values
-
-
-def read_paper(path=PAPER) -> dict:
-    """runs/paper.toml. ValueError where it is missing or this Python cannot read TOML."""
-    try:
-        import tomllib
-    except ImportError:  # Python 3.10
-        raise ValueError("--audit-paper reads TOML, which needs Python 3.11 or newer") from None
-    try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read ({error})") from error
-
-
-def task_table(table) -> dict[str, list[float]]:
-    """{label: accuracies} of one of the paper's task tables."""
-    return {LABELS[name]: values for name, values in table["tasks"].items()}
+from nanochat.paper import LABELS, TASK_COLUMNS, task_table
 
 
 def _unsure(value) -> float:
@@ -61,7 +29,7 @@ def _audit_table3(table):
     tasks = task_table(table)
     lines = [f"Equal FLOPs ({table['where']}): {len(tasks)} of {len(PAPER21)} tasks are printed, as raw accuracies."]
     reported = {row["preset"]: row["core"] for row in table["rows"]}
-    for column, preset in enumerate(TASK_COLUMNS):
+    for column, preset in enumerate(TASK_COLUMNS["table3"]):
         accuracies = {label: values[column] for label, values in tasks.items()}
         lines.append(f"  {preset}: reported CORE {reported[preset]:.3f}")
         for name, baselines in BASELINES.items():
@@ -71,7 +39,7 @@ def _audit_table3(table):
                 f"    baselines {name}: {value:.4f} (the digits printed leave +-{error:.4f}): "
                 f"{'agrees' if agrees else 'does not agree'}"
             )
-    others = [row["preset"] for row in table["rows"] if row["preset"] not in TASK_COLUMNS]
+    others = [row["preset"] for row in table["rows"] if row["preset"] not in TASK_COLUMNS["table3"]]
     lines.append(f"  Without per-task numbers, so not to be recomputed: {', '.join(others)}.")
     return lines
 

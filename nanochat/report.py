@@ -1,4 +1,4 @@
-"""What finished and running trainings say about themselves: metrics.jsonl, DONE.json, core.json -> runs -> table rows.
+"""What finished and running trainings say about themselves: metrics.jsonl, DONE.json, core.json, context.json -> runs.
 
 A run is one checkpoint folder. Nothing else is read, no checkpoint and no model. Units: tokens, FLOPs, seconds, bytes;
 bpb is bits per byte of the held-out text, lower is better.
@@ -17,8 +17,9 @@ COEFFICIENT = re.compile(r"(\d+)\.(\w+)")
 
 @dataclass(frozen=True)
 class Run:
-    """One training: header, train and eval lines in the order of steps, end line, DONE.json and core.json if there."""
+    """One training: header, train and eval lines in the order of steps, end line, and the JSON files that are there."""
 
+    folder: Path
     name: str
     header: dict
     train: list
@@ -26,6 +27,7 @@ class Run:
     end: dict | None
     done: dict | None
     core: dict | None
+    context: dict | None
 
     @property
     def preset(self) -> str:
@@ -72,6 +74,7 @@ def load_run(folder) -> Run:
         raise ValueError(f"{metrics}: the first line is no header; the run did not start, or this is another file")
     of_kind = {kind: [r for r in records if r.get("kind") == kind] for kind in ("train", "eval", "end")}
     return Run(
+        folder=folder,
         name=folder.resolve().name,
         header=records[0],
         train=of_kind["train"],
@@ -79,11 +82,17 @@ def load_run(folder) -> Run:
         end=of_kind["end"][-1] if of_kind["end"] else None,
         done=_optional_json(folder / "DONE.json"),
         core=_optional_json(folder / "core.json"),
+        context=_optional_json(folder / "context.json"),
     )
 
 
 def _optional_json(path):
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    if not path.is_file():
+        return None
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"{path}: cannot be read ({error}); make it anew or take it away") from error
 
 
 # ---------------------------------------------------------------------------- one run

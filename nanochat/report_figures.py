@@ -1,10 +1,11 @@
-"""The report's other pictures: differences as dots, learned coefficients, the effect of repetition."""
+"""The report's other pictures: differences as dots, learned coefficients, repetition, long contexts."""
 
 import math
 
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
+from nanochat.report_context import chance, position_curve, probe_points
 from nanochat.report_plots import BASELINE_COLOR, WIDTH, band, legend, plt, unit
 from nanochat.report_series import coefficient_course, final_coefficients
 
@@ -144,4 +145,61 @@ def draw_course(variants):
     if len(names) > 1:
         handles += [Line2D([], [], color=BASELINE_COLOR, linestyle=_dash(name), label=name) for name in names]
     figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 5), fontsize=10.5)
+    return figure
+
+
+# ---------------------------------------------------------------------------- long contexts
+
+
+def draw_positions(context, style, baseline_of):
+    """Bits per byte by position, one panel per window; below, the differences of `baseline_of`'s keys to its values."""
+    size = (WIDTH, 5.6 if baseline_of else 3.8)
+    figure, axes = plt.subplots(
+        2 if baseline_of else 1, len(context.windows), figsize=size, layout="constrained", squeeze=False, sharex=True,
+        sharey="row",
+    )  # fmt: skip
+    for column, window in zip(axes.T, context.windows, strict=True):
+        for variant in context.results:
+            band(column[0], position_curve(context, variant, window), label=variant.name, **style[variant.name])
+        for variant, baseline in baseline_of.items():
+            band(column[1], position_curve(context, variant, window, baseline), **style[variant.name])
+            column[1].axhline(0, color=BASELINE_COLOR, linewidth=1.2)
+        for axis in column:
+            axis.axvline(1, color=SEED_COLOR, linewidth=1, linestyle=":")
+        column[0].set_title(f"{window} windows")
+        column[-1].set_xlabel("position / training length")
+    axes[0, 0].set_ylabel("bits per byte")
+    if baseline_of:
+        axes[1, 0].set_ylabel("difference to\nthe baseline")
+    legend(figure, axes[0, 0])
+    return figure
+
+
+def draw_probes(context, style):
+    """Accuracy by length, rows: probes, columns: windows; bars reach over the seeds' intervals, dots show guessing."""
+    probes = list(context.some["probes"])
+    size = (WIDTH, 1.0 + 2.3 * len(probes))
+    figure, axes = plt.subplots(
+        len(probes), len(context.windows), figsize=size, layout="constrained", squeeze=False, sharex=True, sharey="row"
+    )
+    for line, probe in zip(axes, probes, strict=True):
+        for axis, window in zip(line, context.windows, strict=True):
+            for i, variant in enumerate(context.results):
+                points = probe_points(context, probe, variant, window)
+                shift = 2 ** (0.06 * (2 * i - len(context.results) + 1))  # apart, where several have one value
+                bars = [[p.mean - p.low for p in points], [p.high - p.mean for p in points]]
+                axis.errorbar(
+                    [p.x * shift for p in points], [p.mean for p in points], yerr=bars, capsize=3, elinewidth=1.2,
+                    label=variant.name, **style[variant.name],
+                )  # fmt: skip
+            axis.axhline(chance(context, probe), color=SEED_COLOR, linewidth=1, linestyle=":")
+            axis.set_xscale("log", base=2)
+            axis.xaxis.set_major_formatter("{x:g}")
+            axis.set_ylim(bottom=0)
+        line[0].set_ylabel(f"{probe}\naccuracy")
+    for axis, window in zip(axes[0], context.windows, strict=True):
+        axis.set_title(f"{window} windows")
+    for axis in axes[-1]:
+        axis.set_xlabel("context / training length")
+    legend(figure, axes[0, 0])
     return figure

@@ -63,7 +63,7 @@ def _certainty(c):
     said = f"Over {plural(c.stat.n, 'seed')} the 95 % interval is {interval(c.stat)}"
     if c.stat.p is None:
         return f"{said}: every seed differs by the same"
-    said += f", p {_equals(c.stat.p)}"
+    said += f", p {equals(c.stat.p)}"
     if c.holm != c.stat.p:
         said += f" ({p_value(c.holm)} after Holm's correction)"
     if not c.stat.sign:
@@ -71,7 +71,7 @@ def _certainty(c):
     return said if c.holm < LEVEL else f"{said}: alone it leaves out 0, among so many comparisons it does not count"
 
 
-def _equals(p):
+def equals(p):
     return p_value(p) if p < 1e-4 else f"= {p_value(p)}"
 
 

@@ -11,11 +11,20 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
+from nanochat import report_context as long
 from nanochat import report_findings as say
+from nanochat import report_items as core
 from nanochat import report_tables as tables
 from nanochat.common import atomic_write
 from nanochat.report import Run, row
-from nanochat.report_figures import draw_course, draw_dots, draw_final_coefficients, draw_repetition
+from nanochat.report_figures import (
+    draw_course,
+    draw_dots,
+    draw_final_coefficients,
+    draw_positions,
+    draw_probes,
+    draw_repetition,
+)
 from nanochat.report_paper import beside, groups_of, orderings
 from nanochat.report_plots import STYLE, draw_bpb, plt, save, styles
 from nanochat.report_variants import Section, Variant, baseline_runs, compare, find_baselines, group
@@ -44,6 +53,23 @@ COLUMN_WORDS = (
     "training text was read; *tok/s* is the median over a run; *peak GiB* is the process's memory on a CPU, the "
     "allocator's on a GPU; *vs base* is the difference in bpb to the baseline of the same seed and budget; "
     "*coefficient by layer* is what the bank layers' values are multiplied by at the end."
+)
+
+CORE_WORDS = (
+    "Each variant's run against the baseline's run of the same seed, over the items that both answered. Intervals "
+    "(95 %, bootstrap) and p-values take the items as drawn and the two trainings as fixed; a task's p is the exact "
+    "sign test on the items that one has right and the other wrong (wins and losses), Holm's correction covers the "
+    "tasks of the pair."
+)
+POSITION_WORDS = (
+    "Bits per byte by position in rows of up to 4 T tokens of {source}, T = {T} being the length of the rows in "
+    "training: with the windows of the training, and with those of its long layers unlimited. Means over seeds; "
+    "differences with the 95 % interval of the paired t-test."
+)
+PROBE_WORDS = (
+    "Probes made from a seed, {n} items each: *passkey*, a number told once in filler text, among ten; *recall*, the "
+    "partner of a word, of ten pairs scattered in filler text; *induction*, random tokens said twice. Accuracy is the "
+    "mean over seeds; in brackets from the lowest to the highest end of the seeds' 95 % intervals over items."
 )
 
 
@@ -104,11 +130,15 @@ def blocks(facts: Facts, folder) -> tuple[list[dict], list[str]]:
     pictures = Pictures(folder)
     style = styles([v.name for v in facts.variants], dict.fromkeys(v.name for v in facts.baselines))
     with plt.rc_context(STYLE):
-        found = [heading("In short"), listed(say.findings(facts.sections)), *_unfinished(facts.runs)]
+        pairs, refused = core.find_pairs(facts.sections, facts.paper)
+        short = [*say.findings(facts.sections), *map(core.sentence, pairs[: core.DETAILED])]
+        found = [heading("In short"), listed(short), *_unfinished(facts.runs)]
         for section in facts.sections:
             found += _section(section, pictures, style)
         found += _alone(facts, pictures)
+        found += _core(pairs, refused)
         found += _repetition(facts.sections, pictures, style)
+        found += _context(facts, pictures, style)
         found += _coefficients(facts, pictures, style)
         found += _paper(facts)
     found += [heading("Sizes and costs"), tables.cost_table(facts.variants)]
@@ -159,6 +189,41 @@ def _alone(facts, pictures):
     names = {v: v.label for v in alone}
     curves = _curves(names, (), "alone", "of runs without a comparison", pictures, styles(names.values()))
     return [heading(title), text(words), tables.lone_table(alone), *curves]
+
+
+def _core(pairs, refused):
+    """CORE of two checkpoints, item by item."""
+    if not pairs and not refused:
+        return []
+    found = [heading("CORE, item by item")]
+    if pairs:
+        found += [text(CORE_WORDS), core.core_table(pairs)]
+    for pair in pairs[: core.DETAILED]:
+        found += [heading(pair.name, 3), listed(core.sides(pair)), core.task_table(pair)]
+    if len(pairs) > core.DETAILED:
+        found.append(text("The tasks of the other pairs are in a report of those runs alone."))
+    return found + ([text("Not compared:"), listed(refused)] if refused else [])
+
+
+def _context(facts, pictures, style):
+    """What long contexts cost, variants side by side."""
+    context = long.collect(facts.variants)
+    if context is None:
+        return []
+    pairs = [(c.variant, c.baseline) for s in facts.sections for c in s.comparisons]
+    baseline_of = {v: b for v, b in reversed(pairs) if v in context.results and b in context.results}
+    words = "Bits per byte by position, and the difference to the baseline"
+    found = [
+        heading("Long contexts"),
+        text(POSITION_WORDS.format(T=context.T, source=quoted(context.some["source"]))),
+        long.position_table(context, baseline_of),
+        *pictures(draw_positions(context, style, baseline_of), "context_positions.png", words),
+        text(PROBE_WORDS.format(n=context.some["items"])),
+        long.probe_table(context),
+        *pictures(draw_probes(context, style), "context_probes.png", "Accuracy of the probes by length"),
+    ]
+    left = f"Other texts, lengths or items, so not beside these: {', '.join(context.left_out)}."
+    return found + ([text(left)] if context.left_out else [])
 
 
 def _repetition(sections, pictures, style):

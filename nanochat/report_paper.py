@@ -1,21 +1,13 @@
 """The paper's numbers (runs/paper.toml) beside ours, and whether its orderings hold here."""
 
-import sys
 from dataclasses import dataclass
 from itertools import combinations
-from pathlib import Path
 
 from nanochat.bov.presets import PRESETS
 from nanochat.report_stats import Paired, mean_sd
 from nanochat.report_variants import Section, Variant, pair_seeds
 from nanochat.report_words import power
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
-PAPER = Path(__file__).parents[1] / "runs" / "paper.toml"
 TABLES = ("table1", "table2", "table3")
 TOLERANCE = 0.01  # of the paper's FLOPs or tokens
 SETTING = {"source": "climbmix", "vocab_size": 32768, "sequence_len": 2048}
@@ -48,11 +40,6 @@ class Ordering:
     gap: float
     stat: Paired | None
     verdict: str
-
-
-def read_paper(path=PAPER) -> dict:
-    """runs/paper.toml; empty where the code stands without it."""
-    return tomllib.loads(Path(path).read_text(encoding="utf-8")) if Path(path).is_file() else {}
 
 
 def same_point(variant: Variant, preset: str) -> bool:

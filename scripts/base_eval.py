@@ -34,7 +34,7 @@ from nanochat.common import (
     write_json,
 )
 from nanochat.context_eval import ITEMS, evaluate_context, show
-from nanochat.core_audit import audit, read_paper
+from nanochat.core_audit import audit
 from nanochat.core_eval import RankFailure, context_of
 from nanochat.core_score import NORMS
 from nanochat.core_suite import Settings, Store, core_identity, evaluate_core, write_csv
@@ -44,6 +44,7 @@ from nanochat.engine import Engine
 from nanochat.gpt import config_to_dict
 from nanochat.loss_eval import evaluate_bpb
 from nanochat.metrics import config_hash
+from nanochat.paper import PAPER, read_paper
 from nanochat.text_rows import document_batches, read_source
 from nanochat.tokenizer import get_token_bytes
 
@@ -287,7 +288,10 @@ def run_context(args, model, tokenizer, device, checkpoint_dir, made_from):
 def main(argv=None):
     args = parse_args(argv)
     if args.audit_paper:
-        print("\n".join(audit(read_paper())))
+        paper = read_paper()
+        if not paper:
+            raise ValueError(f"--audit-paper: {PAPER} is missing; run it in a checkout of the project")
+        print("\n".join(audit(paper)))
         return
     modes = eval_modes(args.eval)
     core_settings(args)  # refuses before anything is loaded

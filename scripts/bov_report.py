@@ -2,7 +2,8 @@
 
     python -m scripts.bov_report RUN_DIR... [--out DIR] [--baseline NAME] [--sample NAME=FILE] [--title TEXT]
 
-A RUN_DIR is a checkpoint folder (base_checkpoints/TAG). Read are metrics.jsonl, DONE.json and core.json, nothing else.
+A RUN_DIR is a checkpoint folder (base_checkpoints/TAG). Read are metrics.jsonl, DONE.json, core.json with
+its items.jsonl, and context.json, nothing else.
 """
 
 import argparse
@@ -10,10 +11,10 @@ import sys
 from pathlib import Path
 
 from nanochat.common import get_base_dir
+from nanochat.paper import read_paper
 from nanochat.report import load_run, row
 from nanochat.report_findings import AT
 from nanochat.report_page import gather, write
-from nanochat.report_paper import read_paper
 from nanochat.report_tables import result_table, run_table, screen
 from nanochat.report_variants import baseline_runs
 

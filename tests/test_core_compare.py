@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanochat import core_audit, core_bundle, core_compare
+from nanochat import core_audit, core_bundle, core_compare, paper
 
 # ---------------------------------------------------------------------------- comparisons
 
@@ -131,7 +131,6 @@ def test_the_audit_recomputes_what_can_be_recomputed():
 
 
 def test_the_papers_own_numbers_agree_with_the_bundles_baselines():
-    pytest.importorskip("tomllib")
-    text = "\n".join(core_audit.audit(core_audit.read_paper()))
+    text = "\n".join(core_audit.audit(paper.read_paper()))
     assert "v1: 0.2604" in text and "v1: 0.2736" in text and "v1: 0.2686" in text and "current: 0.2358" in text
-    assert set(core_audit.task_table(core_audit.read_paper()["table3"])) == set(core_bundle.PAPER21)
+    assert set(paper.task_table(paper.read_paper()["table3"])) == set(core_bundle.PAPER21)

@@ -6,9 +6,10 @@ import pytest
 
 from nanochat import report_findings
 from nanochat.bov.presets import PRESETS
+from nanochat.paper import read_paper
 from nanochat.report import load_run, row
 from nanochat.report_page import gather, repetition
-from nanochat.report_paper import AGREES, DISAGREES, OPEN, TABLES, beside, groups_of, orderings, read_paper
+from nanochat.report_paper import AGREES, DISAGREES, OPEN, TABLES, beside, groups_of, orderings
 from nanochat.report_series import bpb_curve, costs, final_coefficients, gap_curve
 from nanochat.report_stats import paired
 from nanochat.report_tables import result_table, screen

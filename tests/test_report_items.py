@@ -1,0 +1,191 @@
+"""bov_report on CORE items and long contexts of made-up runs."""
+
+import json
+import re
+
+import pytest
+
+from nanochat import report_context, report_items
+from nanochat.paper import PAPER, read_paper, task_differences
+from nanochat.report import load_run
+from nanochat.report_variants import compare, group
+from report_runs import BOV, write_run
+from scripts import bov_report
+
+BASELINES = {"copa": 50.0, "squad": 0.0, "piqa": 50.0}
+NO_TASKS = {"task_type": "multiple_choice", "num_fewshot": 0, "continuation_delimiter": " ", "data_sha256": "d"}
+
+
+def write_core(folder, outcomes, norm="byte", tokenizer="t"):
+    """core.json and items.jsonl as base_eval writes them; outcomes: {task: one 0 or 1 per item}."""
+    head = {"kind": "header", "norm": norm, "tokenizer_sha256": tokenizer}
+    lines = [head]
+    for label, right in outcomes.items():
+        lines += [{"kind": "item", "task": label, "index": i, "correct": bool(x)} for i, x in enumerate(right)]
+        lines.append({"kind": "task", "task": label, "n": len(right), **NO_TASKS})
+    (folder / "items.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    accuracies = {label: sum(right) / len(right) for label, right in outcomes.items()}
+    own = {"norm": norm, "core_tasks": "paper21", "max_per_task": -1, "core_metric": 0.1, "results": accuracies}
+    (folder / "core.json").write_text(json.dumps(own | {"baselines": {"table": BASELINES}}))
+    return folder
+
+
+def write_context(folder, shift=0.0, accuracy=0.4, T=256, items=40):
+    """context.json whose bits per byte are 2 - position / T + shift, in 16 buckets up to 4 T."""
+    positions = [
+        {"from": a, "to": a + T // 4, "bpb": 2 - a / T + shift, "bytes": 100 + a} for a in range(0, 4 * T, T // 4)
+    ]
+    rows = [
+        {"length": int(x * T), "n": items, "accuracy": accuracy, "accuracy_interval": [0.2, 0.6], "chance": 0.1}
+        for x in (0.25, 1, 4)
+    ]
+    rows[0] |= {"n": 0, "accuracy": None, "accuracy_interval": None}  # too short for the probe
+    windows = ("trained", "unlimited")
+    result = {"sequence_len": T, "source": "validation split", "items": items, "seed": 1}
+    result["positions"] = dict.fromkeys(windows, positions)
+    result["probes"] = {"passkey": dict.fromkeys(windows, rows), "recall": dict.fromkeys(windows, rows)}
+    (folder / "context.json").write_text(json.dumps(result))
+    return folder
+
+
+def sections_of(*folders):
+    return compare(group([load_run(folder) for folder in folders]))
+
+
+@pytest.fixture
+def pair(tmp_path):
+    base = write_core(write_run(tmp_path / "a"), {"copa": [1, 0, 1, 0] * 5, "squad": [1] * 8 + [0] * 4})
+    bov = write_run(tmp_path / "b", "paper/bov", BOV)
+    return base, write_core(bov, {"copa": [1] * 20, "squad": [1] * 6 + [0] * 6})
+
+
+# ---------------------------------------------------------------------------- CORE
+
+
+def test_a_pair_of_runs_is_compared_item_by_item(pair):
+    (found,), refused = report_items.find_pairs(sections_of(*pair), read_paper())
+    assert refused == []
+    # copa 0.5 -> 1, centred 0 -> 1; squad 8/12 -> 6/12
+    assert found.found["core"]["difference"] == pytest.approx((1 - 1 / 6) / 2)
+    assert found.found["gains"] == ["copa"] and found.found["regressions"] == ["squad"]
+    up, down, *_ = report_items.sides(found)
+    assert up.startswith("Up: copa (+0.500, p = 0.0039") and down.startswith("Down: squad (-0.167, p = 0.500")
+    said = report_items.sentence(found)
+    assert "CORE of `paper/bov` is 0.7500, 0.4167 above `paper/baseline` (0.3333)" in said and "1 up, 1 down" in said
+
+
+def test_the_papers_difference_stands_beside_ours_with_what_differs(pair):
+    (found,), _ = report_items.find_pairs(sections_of(*pair), read_paper())
+    block = report_items.task_table(found)
+    lines = {line[0]: dict(zip(block["heads"], line, strict=True)) for line in block["lines"]}
+    assert list(lines) == ["copa", "squad"]
+    assert lines["squad"]["paper's difference"] == "+0.025"  # Table 2, equal tokens: 0.531 - 0.506
+    assert lines["squad"]["wins"] == "0" and lines["squad"]["losses"] == "2" and lines["squad"]["ties"] == "10"
+    assert "6 layers, not 24" in found.differs and "not comparable" in report_items.sides(found)[-1]
+
+
+def test_pages_hold_both_sides_and_the_first_pair_is_bovs(pair, tmp_path):
+    other = write_core(write_run(tmp_path / "c", "table3/x0", BOV), {"copa": [0] * 20, "squad": [1] * 12})
+    bov_report.report([pair[0], other, pair[1]], tmp_path / "out")
+    for name in ("report.md", "report.html"):
+        page = (tmp_path / "out" / name).read_text()
+        assert page.index("paper/bov</code> against" if "html" in name else "`paper/bov` against") < page.index("Up:")
+        assert page.count("Up: ") == page.count("Down: ") == 2
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda f: write_core(f, {"copa": [1] * 20, "squad": [1] * 12}, norm="token"), "per byte.* per token"),
+        (lambda f: (f / "items.jsonl").unlink(), "items.jsonl: no items of a CORE evaluation"),
+        (lambda f: write_core(f, {"piqa": [1]}), "share no task"),
+    ],
+    ids=["other norm", "no items", "other tasks"],
+)
+def test_what_cannot_be_compared_is_said_and_the_report_made(pair, tmp_path, damage, said):
+    damage(pair[1])
+    found, refused = report_items.find_pairs(sections_of(*pair), {})
+    assert not found and len(refused) == 1
+    assert re.search(said, refused[0])
+    bov_report.report(pair, tmp_path / "out")
+    assert "Not compared" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_tasks_that_only_one_has_and_other_tokenizers_are_said(pair):
+    write_core(pair[1], {"copa": [1] * 20, "piqa": [1]}, tokenizer="u")
+    (found,), _ = report_items.find_pairs(sections_of(*pair), {})
+    said = " ".join(report_items.sides(found))
+    assert "Left out is piqa" in said and "Left out is squad" in said and "different tokenizers" in said
+
+
+def test_damaged_core_json_names_the_file(pair):
+    (pair[1] / "core.json").write_text("{")
+    with pytest.raises(ValueError, match=r"b/core\.json: cannot be read"):
+        load_run(pair[1])
+
+
+def test_the_papers_task_differences():
+    paper = read_paper()
+    equal_flops = task_differences(paper, "table3", "table3/ve_gated", "paper/baseline")
+    assert len(equal_flops) == 21 and equal_flops["squad"] == pytest.approx(0.039)
+    equal_tokens = task_differences(paper, "table2", "paper/bov", "paper/baseline")
+    assert len(equal_tokens) == 10 and equal_tokens["arc_challenge"] == -0.003
+    assert task_differences(paper, "table2", "table3/x0", "paper/baseline") == {}
+    assert task_differences({}, "table2", "paper/bov", "paper/baseline") == {}
+
+
+def test_a_damaged_file_of_the_papers_numbers_is_named(tmp_path):
+    assert PAPER.is_file() and read_paper(tmp_path / "none.toml") == {}
+    (tmp_path / "paper.toml").write_text("[table1")
+    with pytest.raises(ValueError, match="paper.toml: cannot be read"):
+        read_paper(tmp_path / "paper.toml")
+
+
+# ---------------------------------------------------------------------------- long contexts
+
+
+@pytest.fixture
+def contexts(tmp_path):
+    """Three seeds of baseline and BoV; BoV's bits are 0.01, 0.02 and 0.03 lower at every position."""
+    folders = []
+    for seed in range(3):
+        folders.append(write_context(write_run(tmp_path / f"a{seed}", seed=seed), 0.1 * seed))
+        bov = write_run(tmp_path / f"b{seed}", "paper/bov", BOV, seed=seed)
+        folders.append(write_context(bov, 0.1 * seed - 0.01 * (seed + 1), 0.5))
+    return folders
+
+
+def test_parts_weigh_buckets_by_bytes_and_pair_the_seeds(contexts):
+    variants = group([load_run(folder) for folder in contexts])
+    context = report_context.collect(variants)
+    base, bov = context.results
+    block = report_context.position_table(context, {bov: base})
+    lines = {line[0]: dict(zip(block["heads"], line, strict=True)) for line in block["lines"][:3]}
+    # buckets at 128 and 192 of T = 256: bpb 1.5 and 1.25, bytes 228 and 292; seeds add 0, 0.1, 0.2
+    expected = (1.5 * 228 + 1.25 * 292) / 520 + 0.1
+    assert lines["`paper/baseline`"]["0.5 to 1 T"] == f"{expected:.4f}"
+    assert lines["`paper/bov` minus `paper/baseline`"]["2 to 4 T"].startswith("-0.0200 (-0.0448 to +0.0048)")
+    curve = report_context.position_curve(context, bov, "trained", base)
+    assert [round(p.mean, 6) for p in curve] == [-0.02] * 16 and curve[-1].x == 3.875
+
+
+def test_probes_show_the_mean_over_seeds_and_leave_out_lengths_that_are_too_short(contexts):
+    context = report_context.collect(group([load_run(folder) for folder in contexts]))
+    block = report_context.probe_table(context)
+    assert block["heads"] == ("probe", "chance", "windows", "variant", "1 T", "4 T")
+    assert len(block["lines"]) == 2 * 2 * 2 and block["lines"][0][-1] == "0.40 (0.20 to 0.60)"
+
+
+def test_a_context_of_another_length_is_not_beside_the_others(contexts, tmp_path):
+    write_context(contexts[-1], T=512)
+    context = report_context.collect(group([load_run(folder) for folder in contexts]))
+    assert context.T == 256 and context.left_out == ["`b2`"]
+    pictures = bov_report.report(contexts, tmp_path / "out")[1]
+    assert {"context_positions.png", "context_probes.png"} <= set(pictures)
+    assert "not beside these: `b2`" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_without_contexts_nothing_is_said(pair, tmp_path):
+    assert report_context.collect(group([load_run(pair[0])])) is None
+    bov_report.report(pair, tmp_path / "out")
+    assert "Long contexts" not in (tmp_path / "out" / "report.md").read_text()
