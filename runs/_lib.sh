@@ -52,6 +52,22 @@ trap on_exit EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
+usage() { # usage FIRST LAST SCRIPT: these lines from the top of runs/SCRIPT, as help
+    sed -n "$1,$2s/^# \{0,1\}//p" "$ROOT/runs/$3"
+    trap - EXIT
+    exit 2
+}
+
+die() { # die WORDS: what was asked for cannot be
+    printf '%s\n' "$*" >&2
+    trap - EXIT
+    exit 2
+}
+
+for name in DRY_RUN SMOKE; do # "yes" must not start a run of days
+    case ${!name:-0} in 0 | 1) ;; *) die "$name=${!name}: use 1 or 0" ;; esac
+done
+
 # ---------------------------------------------------------------------------- steps
 
 use_base_dir() { # use_base_dir NAME: NANOCHAT_BASE_DIR, or out/NAME in the repository, which git ignores
@@ -59,6 +75,7 @@ use_base_dir() { # use_base_dir NAME: NANOCHAT_BASE_DIR, or out/NAME in the repo
         NANOCHAT_BASE_DIR=$ROOT/out/$1
         if [ "$DRY_RUN" != 1 ]; then mkdir -p "$ROOT/out" && echo '*' >"$ROOT/out/.gitignore"; fi
     fi
+    case $NANOCHAT_BASE_DIR in /*) ;; *) NANOCHAT_BASE_DIR=$OLDPWD/$NANOCHAT_BASE_DIR ;; esac # that of the caller
     export NANOCHAT_BASE_DIR
     CHECKPOINTS=$NANOCHAT_BASE_DIR/base_checkpoints
     REPORT=$NANOCHAT_BASE_DIR/report

@@ -10,26 +10,35 @@
 # NANOCHAT_BASE_DIR that all share; node 0 fetches the data, evaluates and reports. Where they share this folder too, run
 # setup.sh on one of them first.
 
-if [ $# -gt 0 ]; then # there are no arguments; show the lines above
-    sed -n '3,11s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
-    trap - EXIT
-    exit 2
-fi
+if [ $# -gt 0 ]; then usage 3 11 _paper.sh; fi # there are no arguments
 
-die() {
-    printf '%s\n' "$*" >&2
-    trap - EXIT
-    exit 2
+words_of() { # words_of TEXT: fills `words` with its words, each once; lines are as good as spaces
+    local all word
+    read -ra all <<<"${1//$'\n'/ }"
+    words=()
+    for word in ${all[@]+"${all[@]}"}; do
+        case " ${words[*]-} " in *" $word "*) ;; *) words+=("$word") ;; esac
+    done
 }
 
 # ---------------------------------------------------------------------------- sizes
 
 BUDGET=${BUDGET:-flops}
 case $BUDGET in flops | tokens | params) ;; *) die "BUDGET=$BUDGET: use flops, tokens or params" ;; esac
-NAME=${NAME:-bov}_d$DEPTH
+case ${SCALE:-gpu} in
+    gpu) ;;
+    cpu) [ "$NAME" = ablations ] || die "SCALE=cpu: only runs/ablations.sh has it; SMOKE=1 runs all stages in miniature" ;;
+    *) die "SCALE=$SCALE: use gpu or cpu" ;;
+esac
+NAME+=_d$DEPTH
 if [ "$BUDGET" = tokens ] && [ "$TOKENS" != 0 ]; then NAME+=_tokens; fi # other data, so another folder
-read -ra SEEDS <<<"${SEEDS:-0 1 2}"
-read -ra VARIANTS <<<"${VARIANTS:-baseline bov}"
+words_of "${SEEDS:-0 1 2}"
+SEEDS=(${words[@]+"${words[@]}"})
+words_of "${VARIANTS:-baseline bov}"
+VARIANTS=(${words[@]+"${words[@]}"})
+[ ${#SEEDS[@]} -gt 0 ] || die "SEEDS is empty: use whole numbers, as in \"0 1 2\""
+[ ${#VARIANTS[@]} -gt 0 ] || die "VARIANTS is empty: use baseline, bov or names of presets"
+for seed in "${SEEDS[@]}"; do [[ $seed =~ ^[0-9]+$ ]] || die "SEEDS: $seed is not a whole number"; done
 VOCAB_SIZE=32768
 TOKENIZER_SHARDS=10 # hold the 2 billion characters that the tokenizer reads
 EVAL_EVERY=250
@@ -71,9 +80,11 @@ visible_gpus() {
 GPU=H100 # of the hours to expect
 if [ $DEVICE = cpu ]; then GPU=cpu; fi
 NNODES=${PET_NNODES:-1} NODE=${PET_NODE_RANK:-0}
-[[ $NNODES =~ ^[0-9]+$ ]] || die "PET_NNODES=$NNODES: use a fixed number of nodes"
+[[ $NNODES =~ ^[1-9][0-9]*$ ]] || die "PET_NNODES=$NNODES: use a fixed number of nodes"
 if [ "$NNODES" -gt 1 ] && [ -z "${PET_NODE_RANK:-}" ]; then die "PET_NNODES=$NNODES: set PET_NODE_RANK too, 0 to $((NNODES - 1))"; fi
+if ! [[ $NODE =~ ^[0-9]+$ ]] || [ "$NODE" -ge "$NNODES" ]; then die "PET_NODE_RANK=$NODE: use 0 to $((NNODES - 1))"; fi
 NPROC=${NPROC:-${PET_NPROC_PER_NODE:-}}
+[[ ${NPROC:-1} =~ ^[1-9][0-9]*$ ]] || die "NPROC (or PET_NPROC_PER_NODE) = $NPROC: use a number of ranks"
 gpus=$(visible_gpus)
 if [ $DEVICE = cuda ] && [ "$gpus" -gt 0 ]; then
     GPU=$(nvidia-smi --query-gpu=name --format=csv,noheader | sed -n 1p)
@@ -234,21 +245,22 @@ drop_older_steps() { # drop_older_steps FOLDER: of a finished run the last step 
 }
 
 evaluate_variant() { # evaluate_variant TAG: once; not where a result came without its checkpoint
-    local model result last=""
+    local model stamp last="" command
     for model in "$CHECKPOINTS/$1"/model_*.pt; do if [ -f "$model" ]; then last=${model##*model_}; fi; done
     if [ "$DRY_RUN" != 1 ]; then
-        result=$NANOCHAT_BASE_DIR/base_eval/$1_${last%.pt}.json
+        stamp=$NANOCHAT_BASE_DIR/base_eval/$1_${last%.pt}.done
         if [ -z "$last" ]; then
             echo "$1: no checkpoint here, not evaluated again"
             return
-        elif [ "$result" -nt "$CHECKPOINTS/$1/DONE.json" ]; then
-            echo "$1: evaluated before, $result"
+        elif [ "$stamp" -nt "$CHECKPOINTS/$1/DONE.json" ]; then
+            echo "$1: evaluated before"
             return
         fi
     fi
-    local command=(scripts.base_eval --model-tag "$1" --eval "$EVAL" --core-tasks paper21 --split-tokens "$EVAL_TOKENS"
+    command=(scripts.base_eval --model-tag "$1" --eval "$EVAL" --core-tasks paper21 --split-tokens "$EVAL_TOKENS"
         --device-batch-size "$DEVICE_BATCH" --device-type "$DEVICE")
-    if [ $DEVICE = cpu ]; then py -m "${command[@]}"; else ranks "${LOCAL[@]}" -- "${command[@]}"; fi
+    if [ $DEVICE = cpu ]; then py -m "${command[@]}"; else ranks "${LOCAL[@]}" -- "${command[@]}"; fi || return
+    if [ "$DRY_RUN" != 1 ]; then mkdir -p "$NANOCHAT_BASE_DIR/base_eval" && touch "$stamp"; fi # its results come one by one
 }
 
 # ---------------------------------------------------------------------------- the run

@@ -23,6 +23,7 @@ repeated=(baseline:train-part=0.25 bov:train-part=0.25 baseline:train-part=0.125
     fig5b/shared:train-part=0.125 "bov:train-part=0.125,table-lr-scale=0.125" "bov:train-part=0.125,table-weight-decay=0.03")
 LR_SCALE=16 # for batches of 4,096 tokens; chosen on the baseline alone, runs/LOG.md
 
+if [[ ${1:-} == -* ]]; then usage 2 7 ablations.sh; fi # variants are no flags
 if [ $# -gt 0 ]; then
     VARIANTS="baseline $*"
 elif [ "${SCALE:-gpu}" = cpu ]; then

@@ -8,11 +8,7 @@
 # shellcheck source=runs/_lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/_lib.sh"
 
-if [ $# -gt 0 ]; then # there are no arguments; show the lines above
-    sed -n '2,7s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
-    trap - EXIT
-    exit 2
-fi
+if [ $# -gt 0 ]; then usage 2 7 bov_cpu.sh; fi # there are no arguments
 
 SEED=${SEED:-42}
 DEVICE=${DEVICE:-cpu}

@@ -4,6 +4,7 @@
 # shellcheck source=runs/_lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/_lib.sh"
 
+NAME=bov
 DEPTH=12
 FLOPS=1.5e18 # of BUDGET=flops
 TOKENS=0 # of BUDGET=tokens: those of the FLOPs budget's baseline

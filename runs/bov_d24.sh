@@ -4,6 +4,7 @@
 # shellcheck source=runs/_lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/_lib.sh"
 
+NAME=bov
 DEPTH=24
 FLOPS=3.91e19 # of BUDGET=flops
 TOKENS=1e11 # of BUDGET=tokens
