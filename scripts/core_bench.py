@@ -118,7 +118,7 @@ def memory_over_items(model, tokenizer, task, parts=4) -> list[int]:
     return [max(seen[i : i + size]) for i in range(0, len(seen), size)]
 
 
-def main(argv=None):
+def parse_args(argv=None):
     parser = argparse.ArgumentParser(prog="python -m scripts.core_bench", description=__doc__.split("\n")[0])
     parser.add_argument("--upstream", required=True, help="a checkout of karpathy/nanochat")
     parser.add_argument("--eval-bundle", default=None, metavar="DIR", help="a bundle (default: the base directory's)")
@@ -127,14 +127,16 @@ def main(argv=None):
     parser.add_argument("--preset", default="upstream", help="point on the axes (default: %(default)s)")
     parser.add_argument("--sequence-len", type=int, default=2048, help="default: %(default)s")
     parser.add_argument("--vocab-size", type=int, default=32768, help="rows of the head (default: %(default)s)")
-    parser.add_argument(
-        "--max-per-task", type=int, default=24, help="items of a task, -1 = all (default: %(default)s)"
-    )
+    parser.add_argument("--max-per-task", type=int, default=24, help="items of a task, -1 = all (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each side per task (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="CPU cores (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the weights (default: %(default)s)")
     parser.add_argument("--memory-task", default=None, help="task for memory over all its items (default: none)")
-    args = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv=None):
+    args = parse_args(argv)
     torch.set_num_threads(args.threads)
     sides = {"ours": ours, "upstream": theirs(load_upstream(args.upstream))}
     tokenizer = get_tokenizer()
