@@ -6,6 +6,7 @@ a bank layer's value is the stored row itself.
 """
 
 import dataclasses
+import hashlib
 import json
 import os
 import sys
@@ -17,12 +18,12 @@ from safetensors.torch import save_file
 
 from nanochat.bov.placement import SafetensorsFile, check_placement, place, placed_tables
 from nanochat.checkpoint_manager import check_keys
-from nanochat.common import print0, write_json
+from nanochat.common import print0, seal, seal_holds, write_json
 from nanochat.gpt import GPT, config_from_dict, config_to_dict
 from nanochat.metrics import git_commit
 from nanochat.tokenizer import RustBPETokenizer, save_token_bytes
 
-FORMAT, VERSION = "nanochat-bov", 1
+FORMAT, VERSION = "nanochat-bov", 2  # since 2 with the hashes of the weights
 WEIGHTS, CONFIG, TOKENIZER = "model.safetensors", "config.json", "tokenizer"
 STORED = (torch.float32, torch.bfloat16, torch.float16)
 REMEDY = "make it again with python -m scripts.bov_export"
@@ -55,10 +56,12 @@ def export_model(model, tokenizer, out, *, fold_gamma, dtype, step=None, source=
         "dtype": str(dtype).removeprefix("torch."),
         "folded": folded,
         "tokenizer_sha256": tokenizer.sha256(),
+        "sha256": {key: tensor_sha256(tensor) for key, tensor in state.items()},
         "source": source,
         "step": step,
         "commit": git_commit(),
     }
+    facts = seal(facts)
     (out / CONFIG).unlink(missing_ok=True)
     _write_weights(out / WEIGHTS, state)
     tokenizer.save(out / TOKENIZER)
@@ -119,6 +122,13 @@ def _stored(key, tensor, dtype):
     return tensor
 
 
+def tensor_sha256(tensor) -> str:
+    """sha256 over dtype, shape and bytes of a contiguous CPU tensor."""
+    digest = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)} ".encode())
+    digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
 def _write_weights(path, state):
     """save_file, under a temporary name until the file is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -143,7 +153,8 @@ def load_exported(folder, device, *, placement="device"):
 
     Matrices stay in the dtype they are stored in; embeddings and tables get the compute dtype, as from a checkpoint.
     placement (see bov/placement.py): with host the tables of bank layers never reach `device`, with mmap never memory.
-    Raises ValueError naming what is missing, cut off, of another version, or does not belong together.
+    Every weight that is read is compared with its hash; with mmap the tables are not.
+    Raises ValueError naming what is missing, damaged, of another version, or does not belong together.
     """
     folder, device = Path(folder), torch.device(device)
     facts = _read_config(folder / CONFIG)
@@ -160,7 +171,7 @@ def load_exported(folder, device, *, placement="device"):
         check_keys(file.entries, own)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}; {REMEDY}") from error
-    _fill(model, file, device, {"host": "cpu", "mmap": "meta"}.get(placement, device))
+    _fill(model, file, facts["sha256"], device, {"host": "cpu", "mmap": "meta"}.get(placement, device))
     place(model, placement, file.path)
     return model.eval(), tokenizer, facts
 
@@ -177,9 +188,11 @@ def _read_config(path) -> dict:
         raise ValueError(f"{path} is not the config of an export (format {FORMAT}): {REMEDY}")
     if facts.get("version") != VERSION:
         raise ValueError(f"{path} has format version {facts.get('version')!r}; this code reads {VERSION}: {REMEDY}")
-    missing = sorted({"model_config", "padded_vocab_size", "tokenizer_sha256"} - facts.keys())
+    missing = sorted({"model_config", "padded_vocab_size", "tokenizer_sha256", "sha256", "seal"} - facts.keys())
     if missing:
         raise ValueError(f"{path} lacks {', '.join(missing)}; {REMEDY}")
+    if not seal_holds(facts) or not isinstance(facts["sha256"], dict):
+        raise ValueError(f"{path} is not what was written: {REMEDY}")
     return facts
 
 
@@ -198,7 +211,7 @@ def _on_meta(facts, path):
     return model
 
 
-def _fill(model, file, device, tables):
+def _fill(model, file, hashes, device, tables):
     """Read every weight, one after the other, to `device`; those of placed_tables to the device `tables`."""
     own, placed, cast, state = model.state_dict(), placed_tables(model), set(), {}
     for key, entry in file.entries.items():
@@ -210,8 +223,11 @@ def _fill(model, file, device, tables):
             cast.add(f"{entry.dtype} to {dtype}")
         if key in placed and torch.device(tables).type == "meta":
             state[key] = own[key]
-        else:
-            state[key] = file.tensor(key).to(tables if key in placed else device, dtype)
+            continue
+        tensor = file.tensor(key)
+        if tensor_sha256(tensor) != hashes.get(key):
+            raise ValueError(f"{file.path}: {key} is not what was exported (its sha256 differs); {REMEDY}")
+        state[key] = tensor.to(tables if key in placed else device, dtype)
     model.load_state_dict(state, assign=True)
     model.reset_rotary()
     if cast:

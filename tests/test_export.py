@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from models import build
 from nanochat.bov.placement import OnDevice, OnDisk, OnHost, SafetensorsFile
 from nanochat.checkpoint_manager import save_checkpoint
-from nanochat.common import COMPUTE_DTYPE
+from nanochat.common import COMPUTE_DTYPE, seal
 from nanochat.export import VERSION, export_model, load_exported
 from nanochat.gpt import config_to_dict
 from nanochat.tokenizer import RustBPETokenizer, save_token_bytes
@@ -306,9 +306,16 @@ def test_the_tokenizer_must_be_the_models(tmp_path, tokenizer):
 
 
 def change_config(folder, **fields):
+    """The fields replaced, or left out where they are None, and sealed again."""
     path = folder / "config.json"
     facts = json.loads(path.read_text()) | fields
-    path.write_text(json.dumps({name: value for name, value in facts.items() if value is not None}))
+    path.write_text(json.dumps(seal({name: value for name, value in facts.items() if value is not None})))
+
+
+def flip(path, at):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
 
 
 def change_weights(folder, change):
@@ -343,6 +350,13 @@ DAMAGE = {
     "no-weights": (lambda f: (f / "model.safetensors").unlink(), r"model\.safetensors: no such file"),
     "cut-weights": (lambda f: cut(f / "model.safetensors"), r"model\.safetensors: .* the file is cut off"),
     "no-tokenizer": (lambda f: (f / "tokenizer/tokenizer.json").unlink(), r"tokenizer\.json: no tokenizer there"),
+    "a-bit-of-weights": (lambda f: flip(f / "model.safetensors", -5), r"safetensors: \S+ is not what was exported"),
+    "a-word-of-config": (
+        lambda f: (f / "config.json").write_text((f / "config.json").read_text().replace('"2,3"', '"1,3"')),
+        r"config\.json is not what was written",
+    ),
+    "no-hashes": (lambda f: change_config(f, sha256=None), r"config\.json lacks sha256"),
+    "other-hashes": (lambda f: change_config(f, sha256={}), r"safetensors: \S+ is not what was exported"),
     "cut-tokenizer": (lambda f: cut(f / "tokenizer/tokenizer.tiktoken"), "is not the file it was written with"),
     "vocabulary": (lambda f: other_tokenizer(f, 279, LETTERS), "tokenizer has 279 tokens, the model 280"),
     "other-words": (lambda f: other_tokenizer(f, VOCAB, LETTERS), "tokenizer has not the tokens it was exported with"),
