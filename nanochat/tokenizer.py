@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import pickle
+import re
 
 import rustbpe
 import tiktoken
@@ -36,6 +37,12 @@ SPLIT_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}|"
     r" ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
 )
+# What a tokenizer that is read may split by, the second with GPT-4's digits: a pattern of somebody else's can be made
+# so that some texts take for ever.
+PATTERNS = (SPLIT_PATTERN, SPLIT_PATTERN.replace("{1,2}", "{1,3}"))
+# tiktoken panics on somewhat more than a million blanks in a row: a text that comes near is encoded in pieces.
+MOST_BLANKS = 500_000  # characters
+BLANKS = re.compile(rf"\s{{{MOST_BLANKS}}}")
 
 JSON_NAME, RANKS_NAME, PICKLE_NAME, BYTES_NAME = (
     "tokenizer.json", "tokenizer.tiktoken", "tokenizer.pkl", "token_bytes.pt",
@@ -144,18 +151,25 @@ class RustBPETokenizer:
 
         `prepend`, `append`: a token id or the text of a special token. Specials written out in `text` stay plain text.
         """
-        if isinstance(text, str):
-            rows = [self.enc.encode_ordinary(text)]
-        elif isinstance(text, list):
-            rows = self.enc.encode_ordinary_batch(text, num_threads=num_threads)
-        else:
+        if not isinstance(text, str | list):
             raise ValueError(f"encode takes a string or a list of strings, not {type(text).__name__}")
+        texts = [text] if isinstance(text, str) else text
+        if any(len(t) > MOST_BLANKS and BLANKS.search(t) for t in texts):
+            rows = [self._encode_in_pieces(t) for t in texts]
+        elif isinstance(text, str):
+            rows = [self.enc.encode_ordinary(text)]
+        else:
+            rows = self.enc.encode_ordinary_batch(text, num_threads=num_threads)
         head, tail = self._as_ids(prepend), self._as_ids(append)
         if head or tail:
             rows = [head + row + tail for row in rows]
         return rows[0] if isinstance(text, str) else rows
 
     __call__ = encode
+
+    def _encode_in_pieces(self, text):
+        pieces = (text[i : i + MOST_BLANKS] for i in range(0, len(text), MOST_BLANKS))
+        return [token for piece in pieces for token in self.enc.encode_ordinary(piece)]
 
     def _as_ids(self, token):
         if token is None:
@@ -262,6 +276,7 @@ def _encoding(name, pattern, ranks, specials, source):
             raise ValueError(f"{source}: {text}; {REMEDY}")
 
     check(isinstance(name, str) and isinstance(pattern, str), "name and pattern must be strings")
+    check(pattern in PATTERNS, "its pattern is none that this code knows; PATTERNS in nanochat/tokenizer.py lists them")
     check(isinstance(ranks, dict) and all(type(t) is bytes for t in ranks), "ranks must map bytes to numbers")
     check(isinstance(specials, dict) and all(type(t) is str for t in specials), "specials must map text to numbers")
     ids = [*ranks.values(), *specials.values()]

@@ -20,6 +20,7 @@ import torch
 
 from chaos_run import RUN, checkpoints, forked, weights_digest
 from nanochat import checkpoint_manager, dataset, export, tokenizer
+from nanochat.common import seal
 from scripts import base_train
 
 SECONDS = 60  # after which a reader counts as hung
@@ -205,11 +206,15 @@ def of_tokenizer(data: bytes, generator) -> dict:
     new = {
         "newer version": {"format": "nanochat-tiktoken-2"}, "a pattern that is none": {"pattern": "("},
         "a pattern without end": {"pattern": "(a|a)*$"}, "a pattern for nothing": {"pattern": ""},
+        "a pattern that is slow on some texts": {"pattern": r"(?=(a|a)*b)x|[\s\S]"},
         "a path for the ranks": {"ranks_file": "../../etc/passwd"}, "negative ids": {"special_tokens": {"<|bos|>": -1}},
         "an id that is taken": {"special_tokens": {**specials, "<|bos|>": 0}},
         "another vocabulary": {"special_tokens": {**specials, "<|more|>": 4000}},
     }  # fmt: skip
-    return {name: json.dumps({**value, **fields}).encode() for name, fields in new.items()}
+    sealed = {"sealed, " + name: seal({**value, **new[name]}) for name in new if name != "another vocabulary"}
+    return {name: json.dumps(fields).encode() for name, fields in sealed.items()} | {
+        name: json.dumps({**value, **fields}).encode() for name, fields in new.items()
+    }
 
 
 # ---------------------------------------------------------------------------- formats
@@ -235,9 +240,9 @@ FORMATS = {
     "export config": ("export/config.json", read_export, [of_json]),
     "export weights": ("export/model.safetensors", read_export, [of_tensors]),
 }
-# Where content is not hashed: files of older versions and of upstream, and an export's; without source.json a folder
-# of shards counts as upstream's.
-WITHOUT_CHECK = {"model without manifest", "optimizer without manifest", "export weights", "tokenizer.pkl"}
+# Where content is not hashed: files of older versions and of upstream; without source.json a folder of shards counts as
+# upstream's.
+WITHOUT_CHECK = {"model without manifest", "optimizer without manifest", "tokenizer.pkl"}
 
 
 def prepare(corpus, folder) -> Path:

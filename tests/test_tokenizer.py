@@ -59,6 +59,13 @@ def test_batch_equals_singles_and_specials_in_text_stay_text():
     assert all(row.count(bos) == 1 and row[0] == bos for row in rows)
 
 
+def test_a_million_blanks_in_a_row_are_text_too():
+    text = "a\n" + " " * 1_100_000 + "\tb"
+    for row in (TOKENIZER.encode(text), TOKENIZER.encode(["the", text])[1]):
+        assert TOKENIZER.decode(row) == text
+    assert TOKENIZER.encode(["the", text])[0] == TOKENIZER.encode("the")
+
+
 @pytest.mark.parametrize("bad", [3, None, ("a", "b")], ids=str)
 def test_encode_refuses_other_types(bad):
     with pytest.raises(ValueError, match="string or a list"):
@@ -134,7 +141,8 @@ HOSTILE = {
     "two tokens, one id": (lambda marker: encoding_pickle(encoding_state(special_tokens={"<|bos|>": 0})), "one id"),
     "a byte missing": (lambda marker: encoding_pickle(encoding_state(mergeable_ranks={b"a": 0})), "single bytes"),
     "no bos": (lambda marker: encoding_pickle(encoding_state(special_tokens={})), "no special token"),
-    "bad pattern": (lambda marker: encoding_pickle(encoding_state(pat_str="(")), ".*"),
+    "bad pattern": (lambda marker: encoding_pickle(encoding_state(pat_str="(")), "none that this code knows"),
+    "slow pattern": (lambda marker: encoding_pickle(encoding_state(pat_str=r"(?=(a|a)*b)x|[\s\S]")), "none that"),
     "truncated": (lambda marker: pickle.dumps(TOKENIZER.enc)[:-100], "truncated"),
     "empty": (lambda marker: b"", "EOFError"),
 }
