@@ -179,16 +179,15 @@ def data_identity(data_dir=None) -> dict:
     source; train_shards (count), train_bytes, train_sha (over names, sizes and the first shard's sha256);
     val_shard, val_bytes, val_sha (the validation shard's sha256); train_text_sha, val_text_sha (over the documents
     alone, which no version of the parquet writer changes; None for climbmix).
-    Raises ValueError when one of the two hashed shards is not the one that source.json describes.
+    Raises ValueError when one of the two hashed shards is not the one that source.json describes, and when it describes
+    others than there are.
     """
     train, (val,) = split_paths("train", data_dir), split_paths("val", data_dir)
     sizes = [os.path.getsize(path) for path in train]
     lines = [f"{os.path.basename(path)} {size}" for path, size in zip(train, sizes, strict=True)]
     lines.append(shard_sha256(train[0]))
     manifest = read_manifest(os.path.dirname(val))
-    for path in (train[0], val):
-        if shard_sha256(path) != manifest.get("files", {}).get(os.path.basename(path), shard_sha256(path)):
-            raise ValueError(f"{path}: not the file that {MANIFEST} describes; run {refetch_command(path)}")
+    _check_listed(manifest.get("files"), [*train, val], hashed=(train[0], val))
     return {
         "source": manifest.get("source", "climbmix"),
         "train_shards": len(train),
@@ -200,6 +199,20 @@ def data_identity(data_dir=None) -> dict:
         "train_text_sha": manifest.get("train_text_sha256"),
         "val_text_sha": manifest.get("val_text_sha256"),
     }
+
+
+def _check_listed(listed, paths, hashed):
+    """ValueError unless `paths` are the files that source.json lists, if it lists any, and `hashed` as they were."""
+    if not listed:
+        return
+    names = {os.path.basename(path) for path in paths}
+    for name in sorted(listed.keys() ^ names):
+        path = os.path.join(os.path.dirname(paths[0]), name)
+        problem = "does not describe it" if name in names else "describes it, and it is not there"
+        raise ValueError(f"{path}: {MANIFEST} {problem}; run {refetch_command(path)}")
+    for path in hashed:
+        if shard_sha256(path) != listed[os.path.basename(path)]:
+            raise ValueError(f"{path}: not the file that {MANIFEST} describes; run {refetch_command(path)}")
 
 
 # ---------------------------------------------------------------------------- ClimbMix

@@ -112,12 +112,30 @@ def test_identity_changes_with_either_split(base):
     assert dataset.data_identity()["val_sha"] != after["val_sha"]
 
 
+def describe(base):
+    files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in base.glob("*.parquet")}
+    (base / "source.json").write_text(json.dumps({"source": "sotu", "files": files}))
+
+
+def test_shards_are_those_that_the_manifest_lists(base):
+    """A run on some of them must not count as one on all."""
+    for name in ("shard_00000.parquet", "shard_00001.parquet", VAL):
+        (base / name).write_bytes(shard())
+    describe(base)
+    assert dataset.data_identity()["train_shards"] == 2
+    (base / "shard_00001.parquet").rename(base / "shard_00002.parquet")
+    with pytest.raises(ValueError, match=r"shard_00001.parquet: source.json describes it, and it is not there; run "):
+        dataset.data_identity()
+    (base / "shard_00001.parquet").write_bytes(shard())
+    with pytest.raises(ValueError, match=r"shard_00002.parquet: source.json does not describe it; run "):
+        dataset.data_identity()
+
+
 @pytest.mark.parametrize("name", ["shard_00000.parquet", VAL])
 def test_a_shard_that_the_manifest_does_not_describe_is_named(name, base):
     for other in ("shard_00000.parquet", VAL):
         (base / other).write_bytes(shard())
-    manifest = {"source": "sotu", "files": {name: hashlib.sha256((base / name).read_bytes()).hexdigest()}}
-    (base / "source.json").write_text(json.dumps(manifest))
+    describe(base)
     assert dataset.data_identity()["source"] == "sotu"
     (base / name).write_bytes(shard("xyz"))
     with pytest.raises(ValueError, match=rf"{name}: not the file that source.json describes; run .*--source sotu"):
