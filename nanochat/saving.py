@@ -252,11 +252,23 @@ def note_evaluation(run):
         write_meta(run.folder, run.step, read_meta(run.folder, run.step) | {"val_bpb": run.val_bpb})
 
 
+def finished_step_is_whole(folder, done) -> bool:
+    """False, and said, when the checkpoint that DONE.json tells of lies there and is not as large as it was."""
+    step = done["step"]
+    try:
+        if step in list_steps(folder):  # a record may outlive its checkpoint
+            check_step(folder, step)
+    except ValueError as error:
+        print0(f"finished before, but {error}")
+        return False
+    return True
+
+
 def read_done(folder) -> dict | None:
     """DONE.json of a finished run, None when there is none; ValueError naming a file that is damaged."""
     try:
         done = metrics.read_done(folder)
-        if done is not None and not (isinstance(done, dict) and {"config_hash", "val_bpb"} <= done.keys()):
+        if done is not None and not (isinstance(done, dict) and {"config_hash", "step", "val_bpb"} <= done.keys()):
             raise ValueError("not the end of a run")
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{folder}/DONE.json cannot be used ({first_line(error)}); delete it to train on") from error

@@ -2,7 +2,9 @@
 
 import os
 import signal
+import threading
 import time
+from contextlib import suppress
 from itertools import islice
 
 import torch
@@ -11,27 +13,40 @@ import torch.distributed as dist
 from nanochat.common import print0, progress
 from nanochat.saving import save
 
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TOGETHER = 1.0  # seconds; within them a signal is the same one again, as from a scheduler and from torchrun
 SIGNAL_CHECK = 16  # batches of an evaluation between two questions to the other ranks
 
 
 def listen(run):
-    """The first SIGINT or SIGTERM asks the loop to save and stop; one more, later, ends the process at once."""
-    first = None
+    """The first SIGINT, SIGTERM or SIGHUP asks the loop to save and stop; one more, later, ends the process at once.
 
-    def note(number, _):
-        nonlocal first
-        now = time.monotonic()
+    A thread is told of each when it arrives. The main thread hears of it only behind the library call it is in, which
+    may last longer than TOGETHER, or for ever. A SIGHUP that is ignored, as under nohup, stays so.
+    """
+    arrived, written = os.pipe()
+    os.set_blocking(written, False)
+    threading.Thread(target=_note, args=(run, arrived), name="signals", daemon=True).start()
+    signal.set_wakeup_fd(written, warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # what a child is sent is its own
+    for number in STOPPING:
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
+
+
+def _note(run, arrived):
+    first = None
+    while True:
+        number, now = os.read(arrived, 1)[0], time.monotonic()
+        if number not in STOPPING:
+            continue
         if first is None:
             first = now
             run.stop.append(number)
-            print0("\nstopping soon, saving first (again to stop at once)", flush=True)
+            with suppress(OSError):  # the terminal may be what is gone
+                print0("\nstopping soon, saving first (again to stop at once)", flush=True)
         elif now - first > TOGETHER:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, note)
+            os._exit(128 + number)
 
 
 def stop_requested(run) -> int:

@@ -23,6 +23,7 @@ from nanochat.common import (
     autodetect_device_type,
     compute_init,
     file_sha256,
+    first_line,
     get_base_dir,
     print0,
 )
@@ -39,7 +40,16 @@ from nanochat.engine import Engine
 from nanochat.gpt import GPT, GPTConfig, config_to_dict
 from nanochat.loss_eval import evaluate_bpb
 from nanochat.plan import meta_model, plan_run, plan_summary
-from nanochat.saving import choose_step, identity, note_evaluation, read_done, restore, save, tidy
+from nanochat.saving import (
+    choose_step,
+    finished_step_is_whole,
+    identity,
+    note_evaluation,
+    read_done,
+    restore,
+    save,
+    tidy,
+)
 from nanochat.schedule import Plan, lr_multiplier, muon_momentum, weight_decay_at
 from nanochat.stopping import interruptible, listen, stop, stop_requested
 from nanochat.tokenizer import get_token_bytes, get_tokenizer
@@ -137,9 +147,10 @@ def build(args) -> Run | None:
     summary = plan_summary(config, plan, packing["tokens_per_epoch"]) | {"packing": packing}
     folder, facts = _folder(args), identity(config, plan, args, data, tokenizer.sha256())
     run_hash, done = metrics.config_hash(facts), read_done(folder)
-    if args.resume == "auto" and done and done["config_hash"] == run_hash:
-        print0(f"{folder.name}: finished before, validation bpb {done['val_bpb']}")
-        return None
+    if args.resume == "auto" and args.resume_from_step < 0 and done and done["config_hash"] == run_hash:
+        if finished_step_is_whole(folder, done):
+            print0(f"{folder.name}: finished before, validation bpb {done['val_bpb']}")
+            return None
     model = fresh_model(config, device, args.seed)
     optimizer = model.setup_optimizer(**plan.optimizer_args, muon=args.muon)
     wandb_run = metrics.start_wandb(args.run, rank, vars(args))
@@ -307,13 +318,21 @@ def sample(run: Run, say):
 
 
 def score_core(run: Run, say):
-    """CORE of the present weights into metrics.jsonl; what prevents it is said, and training goes on."""
+    """CORE of the present weights into metrics.jsonl; what prevents it is said, and training goes on.
+
+    A signal stops the run behind the task at work: all of them may take longer than a scheduler waits.
+    """
     start = time.perf_counter()
+
+    def between_tasks(line):
+        if stop_requested(run):
+            stop(run)
+
     run.model.eval()
     try:
         with torch.compiler.set_stance("force_eager"):  # shapes change with every item
             most = run.args.core_metric_max_per_task
-            found = evaluate_core(run.model, run.tokenizer, run.device, most, say=lambda line: None)
+            found = evaluate_core(run.model, run.tokenizer, run.device, most, say=between_tasks)
     except (ValueError, OSError, RankFailure) as error:
         say(f"CORE is not evaluated at step {run.step}: {error}")
         return
@@ -392,9 +411,15 @@ def loop(run: Run):
 
 def train(args):
     """The whole of scripts/base_train.py behind its flags. ValueError for what the user can mend."""
-    run = build(args)
-    if run is not None:
-        try:
-            loop(run)
-        finally:
-            run.loader.close()
+    try:
+        run = build(args)
+        if run is not None:
+            try:
+                loop(run)
+            finally:
+                run.loader.close()
+    except torch.OutOfMemoryError as error:
+        rows = args.device_batch_size
+        fewer = next((rows // k for k in range(2, rows + 1) if rows % k == 0), None)
+        advice = f"--device-batch-size {fewer} needs less for the same run" if fewer else "more ranks need less each"
+        raise ValueError(f"{first_line(error)}; {advice}, and --dry-run tells how much") from error

@@ -97,13 +97,41 @@ def main(argv=None):
         signal.signal(signal.SIGINT, before)
 
 
+# flags -> (least, greatest) value
+BOUNDS = {
+    ("depth", "aspect_ratio", "max_seq_len", "device_batch_size", "vocab_size"): (1, math.inf),
+    ("kv_heads", "warmup_steps", "weight_decay", "table_weight_decay", "table_lr_scale", "lr_scale"): (0, math.inf),
+    ("embedding_lr", "unembedding_lr", "matrix_lr", "scalar_lr"): (0, math.inf),
+    ("warmdown_ratio", "final_lr_frac"): (0, 1),
+    ("seed",): (0, 2**63 - 1),
+}
+# flags that take numbers from 1 on, and -1 for what is said
+OR_ALL = {"keep_last": "all", "total_batch_size": "the scaling rule", "eval_tokens": "one pass"}
+
+
 def check(args):
     """ValueError for values that no model or plan would catch; the rest is checked where it is used."""
     for name, value in vars(args).items():
         if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"--{name.replace('_', '-')} {value}: give a finite number")
-    if args.keep_last == 0 or args.keep_last < -1:
-        raise ValueError(f"--keep-last {args.keep_last}: at least 1, or -1 for all")
+            raise ValueError(f"{flag(name)} {value}: give a finite number")
+    for names, (least, greatest) in BOUNDS.items():
+        for name in names:
+            value = vars(args)[name]
+            if value is not None and value < least:
+                raise ValueError(f"{flag(name)} {value}: at least {least}")
+            if value is not None and value > greatest:
+                raise ValueError(f"{flag(name)} {value}: at most {greatest}")
+    for name, meaning in OR_ALL.items():
+        if vars(args)[name] < 1 and vars(args)[name] != -1:
+            raise ValueError(f"{flag(name)} {vars(args)[name]}: at least 1, or -1 for {meaning}")
+    if not 0 < args.train_part <= 1:
+        raise ValueError(f"--train-part {args.train_part}: above 0 and at most 1")
+    if args.model_tag in (".", "..") or os.path.basename(args.model_tag or "") != (args.model_tag or ""):
+        raise ValueError(f"--model-tag {args.model_tag}: the name of a folder, not a path")
+
+
+def flag(name):
+    return "--" + name.replace("_", "-")
 
 
 def run(argv, interrupted):

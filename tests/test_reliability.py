@@ -1,6 +1,7 @@
 """A sample of tests/chaos.py: kills inside a save, a full disk, damaged files, a rank that fails, signals."""
 
 import errno
+import hashlib
 import os
 import random
 import signal
@@ -149,20 +150,70 @@ class Run:
         self.stop = []
 
 
-@pytest.mark.parametrize(("wait", "code"), [(0.0, 0), (0.3, -signal.SIGTERM)], ids=["at once", "later"])
-def test_a_second_signal_ends_the_process_unless_it_is_the_same_one_again(wait, code, monkeypatch):
-    """A scheduler and torchrun both send one."""
-    monkeypatch.setattr(stopping, "TOGETHER", 0.2)
+def busy(seconds):
+    """Inside a library's C code, where Python handles no signal."""
+    start = time.monotonic()
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 100_000)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", int(seconds * 100_000 / (time.monotonic() - start)))
 
+
+def signalled(second, then):
+    """A function for a child: a SIGTERM that is noticed, another `second` seconds later, `then()` meanwhile."""
+
+    def function():
+        run, pid = Run(), os.getpid()
+        stopping.listen(run)
+        os.kill(pid, signal.SIGTERM)
+        while not run.stop:
+            time.sleep(0.001)
+        if os.fork() == 0:
+            time.sleep(second)
+            os.kill(pid, signal.SIGTERM)
+            os._exit(0)
+        then()
+        print("came back with", run.stop)
+
+    return function
+
+
+def test_a_second_signal_within_a_moment_is_the_same_one_again_however_busy_the_process_is(monkeypatch):
+    """A scheduler and torchrun both send one, and a step in between may be long."""
+    monkeypatch.setattr(stopping, "TOGETHER", 0.5)
+    end = forked(signalled(0.1, lambda: busy(1.0)))
+    assert end.code == 0 and "came back with [15]" in end.output, end.output
+
+
+def test_a_second_signal_later_ends_the_process_at_once_however_busy_it_is(monkeypatch):
+    monkeypatch.setattr(stopping, "TOGETHER", 0.05)
+    end = forked(signalled(0.2, lambda: busy(30.0)))
+    assert end.code == 128 + signal.SIGTERM and "came back" not in end.output
+
+
+def test_a_child_of_the_run_is_not_the_run():
     def function():
         run = Run()
         stopping.listen(run)
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(wait)
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert run.stop == [signal.SIGTERM]
+        child = os.fork()
+        if child == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.1)
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert not run.stop
 
-    assert forked(function).code == code
+    assert forked(function).code == 0
+
+
+def test_under_nohup_a_lost_terminal_stops_nothing():
+    def function():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        run = Run()
+        stopping.listen(run)
+        os.kill(os.getpid(), signal.SIGHUP)
+        time.sleep(0.1)
+        assert not run.stop
+
+    assert forked(function).code == 0
 
 
 def test_sigterm_ends_with_0_and_the_word_resumable(corpus, tmp_path, expected):

@@ -14,7 +14,7 @@ import torch
 import ranks
 from core_items import write_bundle
 from models import randomise_
-from nanochat import metrics, saving, train
+from nanochat import core_suite, metrics, saving, stopping, train
 from nanochat.bov import compiled
 from nanochat.bov.compiled import Fused
 from nanochat.checkpoint_manager import list_steps, load_checkpoint
@@ -42,8 +42,9 @@ def base(corpus, tmp_path, monkeypatch):
 @pytest.fixture(autouse=True)
 def handlers():
     """A run listens to signals; afterwards they are the test runner's again."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in stopping.STOPPING}
     yield
+    signal.set_wakeup_fd(-1)
     for number, handler in before.items():
         signal.signal(number, handler)
 
@@ -202,6 +203,15 @@ def test_upstreams_flags_are_a_subset_of_ours():
         (["--keep-last", "0"], "--keep-last 0: at least 1"),
         (["--target-flops", "inf"], "--target-flops inf: give a finite number"),
         (["--matrix-lr", "nan"], "--matrix-lr nan"),
+        (["--matrix-lr", "-0.02"], "--matrix-lr -0.02: at least 0"),
+        (["--warmdown-ratio", "1.5"], "--warmdown-ratio 1.5: at most 1"),
+        (["--final-lr-frac", "-1"], "--final-lr-frac -1.0: at least 0"),
+        (["--total-batch-size", "-5"], "--total-batch-size -5: at least 1, or -1 for the scaling rule"),
+        (["--eval-tokens", "0"], "--eval-tokens 0: at least 1, or -1 for one pass"),
+        (["--train-part", "2"], "--train-part 2.0: above 0 and at most 1"),
+        (["--seed", "-1"], "--seed -1: at least 0"),
+        (["--model-tag", "../t"], "--model-tag ../t: the name of a folder, not a path"),
+        (["--dry-run", "--vocab-size", "0"], "--vocab-size 0: at least 1"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -245,8 +255,22 @@ def test_a_finished_run_is_not_trained_again_and_another_one_is_not_overwritten(
     go("--preset", "paper/bov", "--num-iterations", "8", "--save-every", "4", "--resume", "auto", "--run", "dummy")
     assert "finished before" in capsys.readouterr().out
     assert (finished / "metrics.jsonl").read_bytes() == before
+    go("--preset", "paper/bov", "--num-iterations", "8", "--resume", "auto", "--resume-from-step", "4")  # asked for
+    assert "continuing t at step 4 of 8" in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"plan\.num_iterations: 8 there, 9 here"):
         go("--preset", "paper/bov", "--num-iterations", "9", "--resume", "auto")
+
+
+def test_a_finished_run_whose_checkpoint_was_cut_is_trained_to_its_end_again(finished, capsys):
+    flow, final = ("--preset", "paper/bov", "--num-iterations", "8", "--resume", "auto"), weights(finished, 8)
+    (finished / "model_000008.pt").write_bytes((finished / "model_000008.pt").read_bytes()[:1000])
+    go(*flow)
+    assert "finished before, but" in (said := capsys.readouterr().out) and "model_000008.pt has 1000 bytes" in said
+    assert_same_weights(weights(finished, 8), final)
+    for path in finished.glob("*.pt"):
+        path.unlink()
+    go(*flow)
+    assert "finished before, validation" in capsys.readouterr().out  # a record may outlive its checkpoint
 
 
 def test_a_run_on_a_part_of_the_data_is_another_run(finished):
@@ -272,6 +296,23 @@ def test_weights_are_saved_before_they_are_evaluated(base, monkeypatch):
     with pytest.raises(RuntimeError, match="out of memory"):
         go("--num-iterations", "8")
     assert list_steps(base / "base_checkpoints" / "t") == [8]
+
+
+@pytest.mark.parametrize(("rows", "advice"), [("4", "--device-batch-size 2 needs"), ("1", "more ranks need less each")])
+def test_too_little_memory_names_the_next_smaller_batch(rows, advice, base, monkeypatch):
+    def fail(run):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 16 GiB.\nmore")
+
+    monkeypatch.setattr(train, "train_step", fail)
+    with pytest.raises(ValueError, match=rf"Tried to allocate 16 GiB\.; {advice}"):
+        go("--num-iterations", "8", "--device-batch-size", rows)
+
+
+def test_training_in_fp16_is_refused(base, monkeypatch):
+    monkeypatch.setattr(train, "COMPUTE_DTYPE", torch.float16)
+    with pytest.raises(ValueError, match="NANOCHAT_DTYPE=float16 cannot train.*bfloat16"):
+        go("--num-iterations", "8")
+    assert not (base / "base_checkpoints").exists()
 
 
 def spoil_loss(run):
@@ -439,7 +480,9 @@ def test_a_resumed_run_has_the_same_losses_and_weights_to_the_bit(preset, base, 
     assert_same_weights(weights(whole, 8), final)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)], ids=["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0), (signal.SIGHUP, 129)], ids=lambda value: str(value)
+)
 def test_a_signal_saves_and_the_same_command_continues(number, code, base, monkeypatch, capsys):
     whole = go("--num-iterations", "8", "--model-tag", "whole")
     expected = losses(base / "base_checkpoints" / "whole")
@@ -477,6 +520,26 @@ def test_a_signal_during_evaluation_saves_and_stops(base, monkeypatch):
     assert end.value.code == 130 and list_steps(folder) == [4]
     go("--num-iterations", "8", "--resume", "auto")
     assert losses(folder) == expected
+
+
+def test_a_signal_during_core_stops_behind_the_task_at_work(base, monkeypatch):
+    """All tasks may take longer than a scheduler waits."""
+    write_bundle(base / "eval_bundle", {"own_mc": ("multiple_choice", 4), "own_lm": ("language_modeling", 4)}, shots=1)
+    answer, asked = core_suite.answer_task, []
+
+    def interrupted(*args):
+        asked.append(args)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return answer(*args)
+
+    monkeypatch.setattr(core_suite, "answer_task", interrupted)
+    with pytest.raises(SystemExit) as end:
+        go("--num-iterations", "4", "--core-metric-every", "2")
+    folder = base / "base_checkpoints" / "t"
+    assert end.value.code == 0 and len(asked) == 1 and list_steps(folder) == [2]
+    monkeypatch.setattr(core_suite, "answer_task", answer)
+    go("--num-iterations", "4", "--core-metric-every", "2", "--resume", "auto")
+    assert losses(folder, "core", "step") == [2, 4]
 
 
 def test_more_evaluation_tokens_than_there_are_mean_one_pass(base, corpus, monkeypatch):
