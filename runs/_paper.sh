@@ -302,7 +302,9 @@ if [ "$NODE" = 0 ]; then
     fi
 
     stage "report"
-    if [ ${#done_tags[@]} -gt 0 ]; then py -m scripts.bov_report "${done_tags[@]/#/$CHECKPOINTS/}" --out "$REPORT"; fi
+    folders=()
+    for tag in ${done_tags[@]+"${done_tags[@]}"}; do folders+=("$CHECKPOINTS/$tag"); done
+    if [ ${#folders[@]} -gt 0 ]; then py -m scripts.bov_report "${folders[@]}" --out "$REPORT"; fi
 fi
 
 if [ ${#failed[@]} -gt 0 ]; then

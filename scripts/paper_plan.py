@@ -55,14 +55,17 @@ def expected_time(flops, seeds, gpu, ranks) -> str:
 
 
 def preset_flags(variant: str) -> list[str]:
-    """ "bov:train-part=0.5,bov-coeff=head" -> --preset paper/bov --train-part 0.5 --bov-coeff head."""
+    """ "bov:train-part=0.5,bov-layers=8,9" -> --preset paper/bov --train-part 0.5 --bov-layers 8,9."""
     name, _, changes = variant.partition(":")
     flags = ["--preset", PRESETS.get(name, name)]
     for change in changes.split(",") if changes else []:
         flag, equals, value = change.partition("=")
-        if not (flag and equals and value):
+        if change and not equals and len(flags) > 2:  # a list of layers has commas too
+            flags[-1] += f",{change}"
+        elif flag and value:
+            flags += [f"--{flag}", value]
+        else:
             raise ValueError(f"variant {variant!r}: after the colon write FLAG=VALUE,... without --")
-        flags += [f"--{flag}", value]
     return flags
 
 
@@ -78,23 +81,33 @@ def budget_flags(variants, budget, flops, tokens, common, tolerance=0.005) -> di
     """{variant: its preset and horizon as flags of base_train}; `tokens` 0 = those of the FLOPs budget's baseline.
 
     The widened baseline keeps the batch and the weight decay of the plain one: with tokens and batch equal, a decay
-    lowered by the rule for larger models would be a second difference.
+    lowered by the rule for larger models would be a second difference. Every variant without tables and banks is
+    widened, unless it has an --mlp-hidden.
     """
     if budget == "flops":
         return {v: [*preset_flags(v), "--target-flops", f"{flops:g}"] for v in variants}
-    args, config, plan = _planned([*common, *preset_flags("baseline"), "--target-flops", str(flops)], ranks=1)
+    plan = _planned([*common, *preset_flags("baseline"), "--target-flops", str(flops)], ranks=1)[2]
     horizon = ["--target-tokens", f"{tokens:.0f}" if budget == "tokens" and tokens else str(plan.total_tokens)]
     found = {v: [*preset_flags(v), *horizon] for v in variants}
-    if budget == "params" and "baseline" in found:
-        base = meta_model(config)
+    if budget == "params":
         bov = meta_model(_planned([*common, *preset_flags("bov"), *horizon], ranks=1)[1])
-        totals = [model.num_scaling_params()["total"] for model in (base, bov)]
-        hidden = matched_mlp_hidden(*totals, config.n_layer, config.n_embd, tolerance=tolerance)
-        wide = meta_model(_planned([*common, *found["baseline"], "--mlp-hidden", str(hidden)], ranks=1)[1])
-        decay = args.weight_decay * scaling_params(wide) / scaling_params(base)
-        found["baseline"] += ["--mlp-hidden", str(hidden), "--total-batch-size", str(plan.total_batch_size)]
-        found["baseline"] += ["--weight-decay", f"{decay:.10g}"]
+        for flags in found.values():
+            flags += _widening([*common, *flags], bov.num_scaling_params()["total"], tolerance)
     return found
+
+
+def _widening(flags, target, tolerance) -> list[str]:
+    """What gives standard attention as many as `target` parameters, and leaves its batch and decay alone."""
+    args, config, plan = _planned(flags, ranks=1)
+    if args.mlp_hidden or not config.bov_layers == config.ve_layers == "none":
+        return []
+    base = meta_model(config)
+    total = base.num_scaling_params()["total"]
+    hidden = matched_mlp_hidden(total, target, config.n_layer, config.n_embd, tolerance=tolerance)
+    wide = meta_model(_planned([*flags, "--mlp-hidden", str(hidden)], ranks=1)[1])
+    decay = args.weight_decay * scaling_params(wide) / scaling_params(base)
+    widened = ["--mlp-hidden", str(hidden), "--total-batch-size", str(plan.total_batch_size)]
+    return [*widened, "--weight-decay", f"{decay:.10g}"]
 
 
 def describe(variant, flags, args, seeds, gpu, ranks):

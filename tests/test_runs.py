@@ -151,12 +151,37 @@ def test_dry_run_without_any_environment(tmp_path):
         ({"BUDGET": "steps"}, "BUDGET=steps: use flops, tokens or params"),
         ({"PET_NNODES": "2"}, "set PET_NODE_RANK too, 0 to 1"),
         ({"PET_NNODES": "1:4"}, "PET_NNODES=1:4"),
+        ({"PET_NNODES": "2", "PET_NODE_RANK": "2"}, "PET_NODE_RANK=2: use 0 to 1"),
+        ({"NPROC": "0"}, "use a number of ranks"),
+        ({"PET_NPROC_PER_NODE": "gpu"}, "use a number of ranks"),
+        ({"SEEDS": "0,1"}, "0,1 is not a whole number"),
+        ({"SEEDS": " "}, "SEEDS is empty"),
+        ({"VARIANTS": "\n"}, "VARIANTS is empty"),
+        ({"SCALE": "cpu"}, "only runs/ablations.sh"),
+        ({"SCALE": "GPU"}, "SCALE=GPU: use gpu or cpu"),
+        ({"DRY_RUN": "yes"}, "DRY_RUN=yes: use 1 or 0"),
+        ({"SMOKE": "true"}, "SMOKE=true: use 1 or 0"),
     ],
-    ids=["unknown budget", "nodes without ranks", "elastic nodes"],
+    ids=lambda value: " ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
 )
 def test_wrong_settings_are_named(env, message):
-    done = script(12, DRY_RUN="1", NANOCHAT_PYTHON="/nowhere/python", **env)
+    done = script(12, **{"DRY_RUN": "1", "NANOCHAT_PYTHON": "/nowhere/python"} | env)
     assert done.returncode == 2 and message in done.stderr
+
+
+@NO_BASH
+def test_words_count_once_and_stand_on_any_line():
+    done = script(
+        12, DRY_RUN="1", NANOCHAT_PYTHON="/nowhere/python", SEEDS="3\n4 3", VARIANTS="baseline\nbov baseline\n"
+    )
+    tags = re.findall(r"scripts.base_train --model-tag (\S+)", done.stdout)
+    assert tags == [f"d12_flops_{variant}_s{seed}" for seed in (3, 4) for variant in ("baseline", "bov")]
+
+
+@NO_BASH
+def test_variables_of_the_callers_shell_name_no_folder():
+    done = script(12, DRY_RUN="1", NANOCHAT_PYTHON="/nowhere/python", NAME="myhost")
+    assert done.stdout.startswith(f"everything goes to {ROOT}/out/bov_d12\n")
 
 
 def test_unknown_variant_is_named():
@@ -231,6 +256,28 @@ def test_ablations_on_a_cpu_share_everything_but_the_variant():
     assert "nanochat.dataset --source sotu" in text and "scripts.base_eval" not in text
 
 
+def test_a_value_may_be_a_list():
+    flags = paper_plan.preset_flags("bov:bov-layers=8,9,bov-coeff=head")
+    assert flags == ["--preset", "paper/bov", "--bov-layers", "8,9", "--bov-coeff", "head"]
+
+
+def test_every_standard_attention_is_widened_to_match():
+    common = ["--depth", "12", "--vocab-size", "32768"]
+    variants = [
+        "baseline",
+        "table1/1",
+        "baseline:weight-decay=0.1",
+        "baseline:mlp-hidden=4096",
+        "bov",
+        "table3/ve_gated",
+    ]
+    found = paper_plan.budget_flags(variants, "params", 1.5e18, 0, common)
+    plans = [paper_plan._planned([*common, *flags], 1) for flags in found.values()]
+    assert [args.mlp_hidden for args, _, _ in plans] == [8448, 8448, 8448, 4096, None, None]
+    assert [plan.weight_decay for _, _, plan in plans[:3]] == pytest.approx([0.28, 0.28, 0.1], rel=1e-9)
+    assert len({(plan.total_tokens, plan.total_batch_size) for _, _, plan in plans}) == 1
+
+
 @pytest.mark.parametrize("variant", ["bov:", "bov:bov-coeff", "bov:=head", "bov:bov-coeff="])
 def test_flags_of_a_variant_are_whole(variant):
     if variant == "bov:":
@@ -250,6 +297,10 @@ def stand_in(tmp_path):
     python.write_text(
         f"""#!/bin/bash
 echo "$*" >>"{log}"
+case "$*" in *base_eval*)
+    mkdir -p "$NANOCHAT_BASE_DIR/base_eval"
+    touch "$NANOCHAT_BASE_DIR/base_eval/$(sed 's/.*--model-tag \\([^ ]*\\).*/\\1/' <<<"$*")_000024.json" ;;
+esac
 case "$*" in
 *paper_plan*) printf 'shards\\t77\\nflags\\tbaseline\\t--preset a\\nflags\\tbov\\t--preset b\\n' ;;
 *"${{FAIL:-nothing}}"*) echo "no such luck" >&2; exit 7 ;;
@@ -302,6 +353,25 @@ def test_failed_evaluation_is_named(stand_in):
 
 
 @NO_BASH
+def test_evaluation_that_ended_midway_is_repeated(stand_in):
+    call, base = stand_in
+    call(FAIL="base_eval --model-tag d24_flops_bov")
+    assert (base / "base_eval" / "d24_flops_bov_s0_000024.json").exists()  # the first of its results
+    for tags in (["d24_flops_bov_s0"], []):
+        done, calls = call()
+        assert done.returncode == 0, done.stderr
+        assert [line.split("--model-tag ")[1].split()[0] for line in calls if "base_eval" in line] == tags
+
+
+@NO_BASH
+def test_any_folder_will_do(stand_in, tmp_path):
+    done, calls = stand_in[0](NANOCHAT_BASE_DIR=str(tmp_path / "a & b's [c]"))
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "a & b's [c]" / "base_checkpoints" / "d24_flops_bov_s0"
+    assert str(folder) in next(line for line in calls if "bov_report" in line)
+
+
+@NO_BASH
 def test_failed_data_ends_the_run(stand_in):
     done, calls = stand_in[0](FAIL="nanochat.dataset")
     assert done.returncode == 7 and not any("base_train" in line for line in calls)
@@ -330,6 +400,7 @@ def test_result_without_its_checkpoint_is_not_evaluated(stand_in):
     folder = base / "base_checkpoints" / "d24_flops_bov_s0"
     for path in folder.glob("*.pt"):
         path.unlink()
+    shutil.rmtree(base / "base_eval")  # as if nothing was evaluated
     done, calls = call()
     assert done.returncode == 0, done.stderr
     assert [line.split("--model-tag ")[1].split()[0] for line in calls if "base_eval" in line] == [

@@ -97,6 +97,17 @@ def test_both_models_get_the_same_flags(job, tmp_path):
     assert different == [("baseline_s42", "bov_s42"), ("paper/baseline", "paper/bov")]
 
 
+@pytest.mark.parametrize("name", ["bov_cpu", "bov_d12", "bov_d24", "ablations", "gpu_check", "decode_gpu"])
+def test_help_is_shown_from_any_folder(name, tmp_path):
+    done = bash(f"bash '{os.path.relpath(ROOT, tmp_path)}/runs/{name}.sh' --help", cwd=tmp_path)
+    assert done.returncode == 2 and "bash runs/" in done.stdout and not done.stderr
+
+
+def test_a_relative_folder_is_the_callers(tmp_path):
+    done = bash(f"source '{ROOT}/runs/_lib.sh'; use_base_dir x", cwd=tmp_path, NANOCHAT_BASE_DIR="here")
+    assert done.stdout == f"everything goes to {tmp_path}/here\n"
+
+
 # ---------------------------------------------------------------------------- shared steps
 
 
