@@ -12,7 +12,7 @@ from nanochat.report_series import Point
 from nanochat.report_stats import paired
 from nanochat.report_tables import table
 from nanochat.report_variants import Variant
-from nanochat.report_words import interval, number
+from nanochat.report_words import number
 
 SETTING = ("sequence_len", "source", "items", "seed")  # results that differ in these are not put side by side
 EDGES = (0, 0.25, 0.5, 1, 2, 4)  # of T, in the table; the picture has every bucket
@@ -86,11 +86,17 @@ def position_table(context: Context, baseline_of: dict) -> dict:
             rows.append((quoted(variant.label), window, means))
         for variant, baseline in baseline_of.items():
             stats = {high: _differences(context, variant, baseline, window, low * T, high * T) for low, high in parts}
-            words = {high: "-" if s is None else f"{s.mean:+.4f} ({interval(s)})" for high, s in stats.items()}
+            words = {high: _with_interval(stat) for high, stat in stats.items()}
             rows.append((f"{quoted(variant.label)} minus {quoted(baseline.label)}", window, words))
     columns = [("variant", "<", lambda r: r[0]), ("windows", "<", lambda r: r[1])]
     columns += [(f"{low:g} to {high:g} T", ">", lambda r, high=high: r[2][high]) for low, high in parts]
     return table(columns, rows)
+
+
+def _with_interval(stat) -> str:
+    if stat is None:
+        return "-"
+    return f"{stat.mean:+.4f}" + ("" if stat.low is None else f" \u00b1 {stat.high - stat.mean:.4f}")
 
 
 def position_curve(context: Context, variant, window, baseline=None) -> list[Point]:

@@ -78,7 +78,8 @@ def sentence(pair: Pair) -> str:
         f"CORE of {quoted(c.variant.label_at_budget)} is {core['b']:.4f}, {abs(core['difference']):.4f} {side} "
         f"{quoted(c.baseline.label_at_budget)} ({core['a']:.4f}), at {AT[c.budget]}, seed {pair.seed}. Over the items "
         f"of {plural(len(found['tasks']), 'task')} the 95 % interval is {low:+.4f} to {high:+.4f}, "
-        f"p {equals(core['p_value'])}{beyond}. {len(found['gains'])} up, {len(found['regressions'])} down."
+        f"p {equals(core['p_value'])}{beyond}. "
+        f"Tasks up: {len(found['gains'])}, down: {len(found['regressions'])}."
     )
 
 
@@ -100,7 +101,7 @@ def sides(pair: Pair) -> list[str]:
 def _tasks(pair, labels) -> str:
     found = pair.found["tasks"]
     words = [
-        f"{label} ({found[label]['difference']:+.3f}, p {equals(found[label]['p_holm'])} after Holm)"
+        f"{label} ({found[label]['difference']:+.3f}{', beyond chance' if found[label]['p_holm'] < LEVEL else ''})"
         for label in labels
     ]
     return ", ".join(words) or "none"
@@ -109,8 +110,9 @@ def _tasks(pair, labels) -> str:
 # ---------------------------------------------------------------------------- tables
 
 
-def _beyond(pair, side) -> int:
-    return sum(pair.found["tasks"][label]["p_holm"] < LEVEL for label in pair.found[side])
+def _counted(pair, side) -> str:
+    labels = pair.found[side]
+    return f"{len(labels)} ({sum(pair.found['tasks'][label]['p_holm'] < LEVEL for label in labels)})"
 
 
 def _span(values, digits) -> str:
@@ -119,33 +121,27 @@ def _span(values, digits) -> str:
 
 CORE_COLUMNS = (
     ("variant", "<", lambda p: quoted(p.comparison.variant.label_at_budget)),
+    ("CORE", ">", lambda p: number(p.found["core"]["b"], 4)),
     ("against", "<", lambda p: quoted(p.comparison.baseline.label_at_budget)),
+    ("its CORE", ">", lambda p: number(p.found["core"]["a"], 4)),
     ("budget", "<", lambda p: p.comparison.budget),
     ("seed", ">", lambda p: str(p.seed)),
-    ("tasks", ">", lambda p: str(len(p.found["tasks"]))),
-    ("baseline's CORE", ">", lambda p: number(p.found["core"]["a"], 4)),
-    ("CORE", ">", lambda p: number(p.found["core"]["b"], 4)),
     ("difference", ">", lambda p: number(p.found["core"]["difference"], 4, "+")),
     ("95 % interval", ">", lambda p: _span(p.found["core"]["interval"], 4)),
     ("p", ">", lambda p: p_value(p.found["core"]["p_value"])),
-    ("up", ">", lambda p: str(len(p.found["gains"]))),
-    ("up beyond chance", ">", lambda p: str(_beyond(p, "gains"))),
-    ("down", ">", lambda p: str(len(p.found["regressions"]))),
-    ("down beyond chance", ">", lambda p: str(_beyond(p, "regressions"))),
+    ("up", ">", lambda p: _counted(p, "gains")),
+    ("down", ">", lambda p: _counted(p, "regressions")),
 )
 TASK_COLUMNS = (
     ("task", "<", lambda r: r["label"]),
-    ("items", ">", lambda r: str(r["n"])),
     ("baseline", ">", lambda r: number(r["a"], 4)),
     ("variant", ">", lambda r: number(r["b"], 4)),
     ("difference", ">", lambda r: number(r["difference"], 4, "+")),
     ("95 % interval", ">", lambda r: _span(r["interval"], 3)),
-    ("wins", ">", lambda r: str(r["wins"])),
-    ("losses", ">", lambda r: str(r["losses"])),
-    ("ties", ">", lambda r: str(r["ties"])),
+    ("won / lost / tied", ">", lambda r: f"{r['wins']} / {r['losses']} / {r['ties']}"),
     ("p", ">", lambda r: p_value(r["p_value"])),
     ("p (Holm)", ">", lambda r: p_value(r["p_holm"])),
-    ("paper's difference", ">", lambda r: number(r["paper"], 3, "+")),
+    ("paper", ">", lambda r: number(r["paper"], 3, "+")),
 )
 
 

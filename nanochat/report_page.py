@@ -59,12 +59,12 @@ CORE_WORDS = (
     "Each variant's run against the baseline's run of the same seed, over the items that both answered. Intervals "
     "(95 %, bootstrap) and p-values take the items as drawn and the two trainings as fixed; a task's p is the exact "
     "sign test on the items that one has right and the other wrong (wins and losses), Holm's correction covers the "
-    "tasks of the pair."
+    "tasks of the pair; *up* and *down* count tasks, in brackets those beyond chance, whose corrected p is below 0.05."
 )
 POSITION_WORDS = (
     "Bits per byte by position in rows of up to 4 T tokens of {source}, T = {T} being the length of the rows in "
     "training: with the windows of the training, and with those of its long layers unlimited. Means over seeds; "
-    "differences with the 95 % interval of the paired t-test."
+    "differences \u00b1 half the 95 % interval of the paired t-test, where there is more than one seed."
 )
 PROBE_WORDS = (
     "Probes made from a seed, {n} items each: *passkey*, a number told once in filler text, among ten; *recall*, the "
