@@ -99,14 +99,17 @@ def main(argv=None):
 
 # flags -> (least, greatest) value
 BOUNDS = {
-    ("depth", "aspect_ratio", "max_seq_len", "device_batch_size", "vocab_size"): (1, math.inf),
+    ("depth", "aspect_ratio", "device_batch_size", "vocab_size"): (1, math.inf),
+    ("max_seq_len",): (2, math.inf),  # the smear looks at the token before
     ("kv_heads", "warmup_steps", "weight_decay", "table_weight_decay", "table_lr_scale", "lr_scale"): (0, math.inf),
     ("embedding_lr", "unembedding_lr", "matrix_lr", "scalar_lr"): (0, math.inf),
     ("warmdown_ratio", "final_lr_frac"): (0, 1),
     ("seed",): (0, 2**63 - 1),
+    ("resume_from_step",): (-1, math.inf),
 }
 # flags that take numbers from 1 on, and -1 for what is said
-OR_ALL = {"keep_last": "all", "total_batch_size": "the scaling rule", "eval_tokens": "one pass"}
+OR_ALL = {"keep_last": "all", "total_batch_size": "the scaling rule", "eval_tokens": "one pass",
+          "num_iterations": "another horizon"}  # fmt: skip
 
 
 def check(args):
