@@ -15,6 +15,7 @@ from nanochat import inspect_bank as bank
 from nanochat.bov import host
 from nanochat.checkpoint_manager import build_model, resolve_checkpoint
 from nanochat.common import COMPUTE_DTYPE, DTYPES, atomic_write, get_base_dir, progress, write_json
+from nanochat.dataloader import deal
 from nanochat.dataset import parquets_iter_batched
 from nanochat.export import load_exported
 from nanochat.gpt import config_to_dict
@@ -48,20 +49,25 @@ def read_text(path) -> tuple[str, str]:
     return Path(path).name, text
 
 
-def counted(tokenizer, text, limit):
+def counted(tokenizer, text, limit, part):
     """({text, tokens, cut}, counts (V,)) over `text`, a (name, text), else over the training split.
 
-    ({missing: why}, None) where there is neither. At most `limit` tokens of the training split, -1 = all.
+    ({missing: why}, None) where there is neither. At most `limit` tokens of the training split, -1 = all; of it the
+    `part` that a run with --train-part reads.
     """
     if text is not None:
         counts, total, cut = bank.count_tokens([[text[1]]], tokenizer, -1)
         return {"text": text[0], "tokens": total, "cut": cut}, counts
-    documents = progress(parquets_iter_batched("train"), desc="counting tokens", unit="group", leave=False)
     try:
+        groups = len(deal("train", part=part).groups)
+        documents = progress(
+            islice(parquets_iter_batched("train"), groups), desc="counting tokens", unit="group", leave=False
+        )
         counts, total, cut = bank.count_tokens(documents, tokenizer, limit)
     except ValueError as error:
         return {"missing": f"{error}; or give --text FILE"}, None
-    return {"text": "training text", "tokens": total, "cut": cut}, counts
+    name = "training text" if part == 1 else f"the part {part:g} of the training text that the run read"
+    return {"text": name, "tokens": total, "cut": cut}, counts
 
 
 def norm_rows(tokenizer, length, text):
@@ -337,7 +343,7 @@ def inspect(args):
         raise ValueError(f"--out {out} is a file: name a folder")
     text = None if args.text is None else read_text(args.text)
     prompt, mixtures = (None, []) if args.prompt is None else find_mixtures(model, tokenizer, args.prompt)
-    about, counts = counted(tokenizer, text, args.count_tokens)
+    about, counts = counted(tokenizer, text, args.count_tokens, facts.get("user_config", {}).get("train_part", 1))
     words = [] if args.words is None else find_words(tokenizer, bank.tables(model), args.words, counts, args.top)
     norm_text, rows = norm_rows(tokenizer, model.config.sequence_len, text)
     movement, moved = find_movement(model, tokenizer, facts, counts)

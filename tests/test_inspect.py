@@ -234,10 +234,11 @@ def base_dir(tmp_path_factory):
     save_token_bytes(tokenizer, str(folder / "tokenizer"))
     (folder / "base_data_climbmix").mkdir()
     for name, part in (("shard_00000", TEXT[:50]), ("shard_06542", TEXT[50:])):
-        pq.write_table(pa.table({"text": part}), folder / "base_data_climbmix" / f"{name}.parquet")
+        pq.write_table(pa.table({"text": part}), folder / "base_data_climbmix" / f"{name}.parquet", row_group_size=25)
     models = {
         "moved": {}, "start": {}, "baseline": {"bov_layers": "none"}, "gated": {"bov_coeff": "gate"},
         "x0": {"bov_source": "x0"}, "head": {"bov_coeff": "head"}, "foreign": {}, "otherseed": {},
+        "parted": {},
     }  # fmt: skip
     for tag, fields in models.items():
         model = build(randomise=False, vocab_size=tokenizer.get_vocab_size(), **(BOV | fields))
@@ -249,6 +250,8 @@ def base_dir(tmp_path_factory):
                     table.weight[:100] += 0.3 * torch.randn(100, 16)
         meta = {"step": 2, "model_config": config_to_dict(model.config)}
         meta |= {"user_config": {} if tag == "foreign" else {"seed": 4 if tag == "otherseed" else 3}}
+        if tag == "parted":
+            meta["user_config"]["train_part"] = 0.5
         cm.save_checkpoint(folder / "base_checkpoints" / tag, 2, model.state_dict(), None, meta)
     return folder
 
@@ -352,6 +355,12 @@ def test_without_data_and_text_the_rest_is_there(here, tmp_path, monkeypatch, ca
     assert found["movement"]["tables"][0]["bins"] is None and found["movement"]["tables"][0]["rows"]["mean"] > 0
     assert found["layers"][2]["row_norms"] and found["layers"][2]["text_norms"] is None
     assert found["words"][0]["tokens"][0]["count"] is None and found["pictures"] == []
+
+
+def test_only_the_text_that_the_run_read_is_counted(here, tmp_path):
+    counted = inspect(tmp_path, "parted")["counted"]
+    rows = RustBPETokenizer.from_directory(here / "tokenizer").encode(TEXT[:25], prepend="<|bos|>")
+    assert counted["tokens"] == sum(map(len, rows)) and "0.5 of the training text" in counted["text"]
 
 
 def test_counting_ends_at_the_limit(here):
