@@ -2,12 +2,16 @@
 
 import json
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -20,8 +24,9 @@ from nanochat.bov.compiled import Fused
 from nanochat.checkpoint_manager import list_steps, load_checkpoint
 from nanochat.common import compute_cleanup
 from nanochat.plan import plan_run, plan_summary
+from nanochat.tokenizer import RustBPETokenizer, save_token_bytes
 from scripts import base_train
-from tiny import TINY, link_corpus, make_corpus
+from tiny import TEXT, TINY, link_corpus, make_corpus
 
 
 def flags(*more):
@@ -606,6 +611,41 @@ def test_other_settings_are_named_and_force_resume_goes_on(more, message, anew, 
     said = capsys.readouterr().out
     assert "--force-resume: going on although" in said and ("training data from the beginning" in said) == anew
     assert list_steps(finished)[0] == 4 and (finished / "DONE.json").exists()
+
+
+def other_data(folder):
+    pq.write_table(pa.table({"text": TEXT[:300]}), folder / "shard_00000.parquet", row_group_size=20)
+
+
+def other_tokenizer(folder):
+    found = RustBPETokenizer.train_from_iterator((text[::-1] for text in TEXT), 256 + 9 + 40)
+    found.save(folder)
+    save_token_bytes(found, folder)
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "message"),
+    [
+        ("base_data_climbmix", other_data, r"data\.train: \w{64} there, \w{64} here"),
+        ("tokenizer", other_tokenizer, r"tokenizer: \w{64} there, \w{64} here"),
+    ],
+    ids=["data", "tokenizer"],
+)
+def test_other_data_and_another_tokenizer_are_named_and_force_resume_goes_on(
+    part, change, message, corpus, finished, capsys
+):
+    own = finished.parents[1] / part
+    own.unlink()  # a link to what all tests share
+    shutil.copytree(corpus / part, own)
+    change(own)
+    flow = ["--preset", "paper/bov", "--num-iterations", "8", "--resume", "auto"]
+    with pytest.raises(ValueError, match=message + ".*--force-resume"):
+        go(*flow)
+    assert list_steps(finished) == [4, 8]
+    go(*flow, "--resume-from-step", "4", "--force-resume")
+    assert "training data from the beginning" in capsys.readouterr().out and list_steps(finished) == [4, 8]
+    (forced,) = [entry for entry in metrics.read_metrics(finished / "metrics.jsonl") if entry["kind"] == "forced"]
+    assert forced["step"] == 4 and re.match(message, forced["differs"])
 
 
 @pytest.mark.parametrize(
