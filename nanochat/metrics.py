@@ -8,6 +8,7 @@ import platform
 import resource
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -83,12 +84,23 @@ class Metrics:
 
     def log(self, kind: str, **fields):
         if self.rank == 0:
-            try:
-                with open(self.path, "a", encoding="utf-8") as f:
-                    f.write(_line({"kind": kind, **fields}))
-            except OSError as error:  # a full disk gives no name when it writes
-                raise OSError(error.errno, f"not written: {error.strerror}", str(self.path)) from error
+            with self._open() as f:
+                f.write(_line({"kind": kind, **fields}))
             self._to_wandb({f"{kind}/{name}": value for name, value in fields.items()})
+
+    def sync(self):
+        """What was logged is on the disk: a power cut leaves no checkpoint without the lines before it."""
+        if self.rank == 0:
+            with self._open() as f:
+                os.fsync(f.fileno())
+
+    @contextmanager
+    def _open(self):
+        try:
+            with open(self.path, "a", encoding="utf-8") as f:
+                yield f
+        except OSError as error:  # a full disk gives no name when it writes
+            raise OSError(error.errno, f"not written: {error.strerror}", str(self.path)) from error
 
     def _to_wandb(self, values):
         try:

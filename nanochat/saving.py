@@ -224,6 +224,7 @@ def _save(run):
             f"not saved: at step {run.step} {', '.join(bad[:5])} hold values that are not finite; earlier checkpoints "
             f"in {run.folder} stand"
         )
+    run.log.sync()
     optimizer = run.optimizer.state_for_save() | {"rng_state": torch.get_rng_state()}
     save_checkpoint(run.folder, run.step, run.model.state_dict(), optimizer, _metadata(run), rank=run.rank)
     run.saved = run.step

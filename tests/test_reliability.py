@@ -43,7 +43,9 @@ def find(operations, kind, name):
 
 
 def test_the_run_writes_every_file_of_a_save_under_another_name_and_the_metadata_last(operations):
-    save = operations[find(operations, "unlink", "meta_000004.json") :]
+    first = find(operations, "unlink", "meta_000004.json")
+    save = operations[first:]
+    assert operations[first - 1][:2] == ("fsync", "metrics.jsonl")
     save = save[: find(save, "rename", "meta_000004.json") + 2]
     renamed = [name for kind, name, _ in save if kind == "rename"]
     assert renamed == ["optim_000004_rank0.pt", "model_000004.pt", "meta_000004.json"]
