@@ -87,7 +87,7 @@ NPROC=${NPROC:-${PET_NPROC_PER_NODE:-}}
 [[ ${NPROC:-1} =~ ^[1-9][0-9]*$ ]] || die "NPROC (or PET_NPROC_PER_NODE) = $NPROC: use a number of ranks"
 gpus=$(visible_gpus)
 if [ $DEVICE = cuda ] && [ "$gpus" -gt 0 ]; then
-    GPU=$(nvidia-smi --query-gpu=name --format=csv,noheader | sed -n 1p)
+    GPU=$(nvidia-smi --query-gpu=name --format=csv,noheader | sed -n 1p) || die "nvidia-smi does not work: $GPU"
     if [ -z "$NPROC" ]; then # the largest power of two: it divides the batch
         NPROC=1
         while [ $((NPROC * 2)) -le "$gpus" ]; do NPROC=$((NPROC * 2)); done

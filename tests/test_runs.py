@@ -211,6 +211,14 @@ def test_ranks_are_visible_gpus_that_divide_the_batch(tmp_path, visible, ranks):
     assert f"--nproc_per_node={ranks} " in done.stdout and "--gpu NVIDIA\\ H200" in done.stdout
 
 
+@NO_BASH
+def test_a_driver_that_fails_is_named(tmp_path):
+    path = gpu_path(tmp_path)
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho no driver\nexit 9\n")
+    done = script(12, NANOCHAT_PYTHON="/nowhere/python", CUDA_VISIBLE_DEVICES="0", PATH=path)
+    assert done.returncode == 2 and done.stderr == "nvidia-smi does not work: no driver\n"
+
+
 # ---------------------------------------------------------------------------- ablations
 
 
