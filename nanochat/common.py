@@ -256,9 +256,19 @@ def download_file_with_lock(url, filename, postprocess_fn=None):
 
 
 def print0(s="", **kwargs):
-    """print on rank 0 only."""
+    """print on rank 0 only. Where nobody reads any more, a terminal or pipe that was closed, it is for nobody."""
     if int(os.environ.get("RANK", 0)) == 0:
-        print(s, **kwargs)
+        try:
+            print(s, **kwargs)
+        except OSError:
+            _to_nobody(kwargs.get("file") or sys.stdout)
+
+
+def _to_nobody(stream):
+    """What `stream` still holds and all that comes goes to the null device."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
 
 
 def print_banner():

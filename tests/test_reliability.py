@@ -5,6 +5,7 @@ import hashlib
 import os
 import random
 import signal
+import sys
 import time
 
 import pytest
@@ -228,6 +229,20 @@ def test_sigterm_ends_with_0_and_the_word_resumable(corpus, tmp_path, expected):
     end = child.wait()
     assert end.code == 0 and ("resumable" in end.output or (checkpoints(base) / "DONE.json").exists()), end.output
     assert forked(trains(base)).code == 0 and same(base, expected) == ""
+
+
+def test_a_log_that_nobody_reads_any_more_stops_nothing(corpus, tmp_path, expected):
+    """tee was killed, or the terminal is gone."""
+    base = new_base(corpus, tmp_path, "unread")
+
+    def function():
+        read, write = os.pipe()
+        os.close(read)
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(write, stream.fileno())
+        trains(base)()
+
+    assert forked(function).code == 0 and same(base, expected) == ""
 
 
 def test_two_trainers_do_not_share_a_folder(corpus, tmp_path, expected, monkeypatch):
