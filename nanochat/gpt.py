@@ -53,6 +53,11 @@ class GPTConfig:
             raise ValueError(f"n_embd={self.n_embd} is not a multiple of n_head={self.n_head}")
         if self.n_head % self.n_kv_head:
             raise ValueError(f"n_head={self.n_head} is not a multiple of n_kv_head={self.n_kv_head}")
+        if self.smear and self.n_embd < host.SMEAR_CHANNELS:
+            raise ValueError(
+                f"n_embd={self.n_embd}: the smear reads {host.SMEAR_CHANNELS} channels; raise --depth or "
+                "--aspect-ratio, or give --smear false"
+            )
         if not self.window_pattern or set(self.window_pattern.upper()) - set("SL"):
             raise ValueError(f"window_pattern={self.window_pattern!r}: use the letters S and L")
         if self.mlp_hidden < 0:

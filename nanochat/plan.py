@@ -30,6 +30,9 @@ def model_config(args, vocab_size: int, depth: int, own: bool = True) -> GPTConf
     if args.head_dim < 2 or args.head_dim % 2 or args.aspect_ratio < 1:
         raise ValueError(f"--head-dim {args.head_dim} must be even, --aspect-ratio {args.aspect_ratio} at least 1")
     n_head = -(-depth * args.aspect_ratio // args.head_dim)
+    if own and args.kv_heads and n_head % args.kv_heads:
+        fits = ", ".join(str(n) for n in range(1, n_head + 1) if n_head % n == 0)
+        raise ValueError(f"--kv-heads {args.kv_heads}: must divide the {n_head} query heads; use one of {fits}")
     axes = host.axes_from_flags(args)
     if not own:
         axes |= {name: "none" for name in ("ve_layers", "bov_layers") if is_explicit(axes[name])} | {"mlp_hidden": 0}
