@@ -224,24 +224,12 @@ train_variant() { # train_variant VARIANT SEED FLAGS
     if [ -n "${WANDB_RUN:-}" ]; then wandb=$WANDB_RUN-$tag; fi
     ranks "${EVERYWHERE[@]}" -- scripts.base_train --model-tag "$tag" --resume auto --run "$wandb" --seed "$2" \
         "${common[@]}" "${flags[@]}" --device-type $DEVICE --eval-every $EVAL_EVERY --eval-tokens $EVAL_TOKENS \
-        --core-metric-every=-1 --sample-every=-1 || return
+        --core-metric-every=-1 --sample-every=-1 --keep-last 2 || return
     if [ "$DRY_RUN" = 1 ] || [ "$NODE" != 0 ]; then return; fi
     if [ ! -f "$CHECKPOINTS/$tag/DONE.json" ]; then # a signal to the trainer alone; it saved
         echo "$tag: stopped before its end" >&2
         return 1
     fi
-    drop_older_steps "$CHECKPOINTS/$tag"
-}
-
-drop_older_steps() { # drop_older_steps FOLDER: of a finished run the last step is enough
-    local model step last=""
-    if [ ! -f "$1/DONE.json" ]; then return; fi
-    for model in "$1"/model_*.pt; do last=$model; done
-    for model in "$1"/model_*.pt; do
-        if [ ! -f "$model" ] || [ "$model" = "$last" ]; then continue; fi
-        step=${model##*model_} step=${step%.pt}
-        rm -f "$1"/meta_"$step".json "$1"/optim_"$step"_rank*.pt "$model"
-    done
 }
 
 evaluate_variant() { # evaluate_variant TAG: once; not where a result came without its checkpoint

@@ -393,12 +393,10 @@ def test_failed_download_behind_the_tokenizer_ends_the_run(stand_in, tmp_path):
 
 
 @NO_BASH
-def test_finished_run_keeps_its_last_step_alone(stand_in):
-    call, base = stand_in
-    done, _ = call()
+def test_a_training_keeps_its_two_newest_checkpoints(stand_in):
+    done, calls = stand_in[0]()
     assert done.returncode == 0, done.stderr
-    found = {path.name for path in (base / "base_checkpoints" / "d24_flops_bov_s0").iterdir()}
-    assert found == {"model_000024.pt", "meta_000024.json", "optim_000024_rank0.pt", "DONE.json"}
+    assert {"--keep-last 2" in line for line in calls if "base_train" in line and "--dry-run" not in line} == {True}
 
 
 @NO_BASH
