@@ -173,6 +173,6 @@ def check_items(data, task_type, where):
         if missing:
             raise ValueError(f"{where}: item {number} has no {missing[0]!r}, which {task_type} needs")
         if task_type != "language_modeling":
-            choices = item["choices" if task_type == "multiple_choice" else "context_options"]
-            if not isinstance(choices, list) or item["gold"] not in range(len(choices)):
+            choices, gold = item["choices" if task_type == "multiple_choice" else "context_options"], item["gold"]
+            if not isinstance(choices, list) or not isinstance(gold, int) or gold not in range(len(choices)):
                 raise ValueError(f"{where}: item {number} has gold {item['gold']!r}, which names none of its choices")

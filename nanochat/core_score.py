@@ -5,10 +5,12 @@ model once and their keys and values serve every row; questions of like length g
 Shapes: B rows, T tokens, C n_embd, R scored positions, V vocabulary.
 """
 
+import math
 from dataclasses import dataclass
 from itertools import islice
 
 import torch
+import torch.nn.functional as F
 
 from nanochat.common import COMPUTE_DTYPE
 from nanochat.core_prompts import Question, find_common_length
@@ -63,7 +65,7 @@ def forward_model(model, input_ids, scored=None, kv_cache=None):
 def _at(model, x, target):
     """(losses, most likely tokens) of residuals x (R, C) and targets (R,)."""
     logits = head_logits(x[None], model.lm_head.weight, model.config.vocab_size)[0]
-    return torch.nn.functional.cross_entropy(logits, target, reduction="none"), logits.argmax(-1)
+    return F.cross_entropy(logits, target, reduction="none"), logits.argmax(-1)
 
 
 # ---------------------------------------------------------------------------- passes
@@ -77,6 +79,20 @@ def stack_sequences(tokens, pad_token_id):
     return ids
 
 
+def _grid(length) -> int:
+    """Distance of the lengths that batches are given, a sixteenth of `length` at most, so that shapes come back.
+
+    For each new shape oneDNN keeps what it made, up to 1,024 times.
+    """
+    return 1 << max(0, length.bit_length() - 5)
+
+
+def _width(length, most) -> int:
+    """`length` rounded up to the grid, `most` at most."""
+    step = _grid(length)
+    return min(most, -(-length // step) * step)
+
+
 def _read(model, rows, first=0, cache=None):
     """[(losses, predictions)] of each (tokens, start) of `rows` at its targets from start on.
 
@@ -84,6 +100,7 @@ def _read(model, rows, first=0, cache=None):
     """
     device = model.get_device()
     ids = stack_sequences([tokens[first:] for tokens, _ in rows], PAD)
+    ids = F.pad(ids, (0, _width(ids.size(1), model.max_positions - first) - ids.size(1)), value=PAD)
     scored = torch.zeros_like(ids, dtype=torch.bool)
     spans = [slice(start - 1 - first, len(tokens) - 1 - first) for tokens, start in rows]
     for marks, span in zip(scored, spans, strict=True):
@@ -107,7 +124,8 @@ def _read_shared(model, group, first):
     model.trunk(prefixes, once)
     owner = [i for i, asked in enumerate(group) for _ in asked.rows]
     rows = [row for asked in group for row in zip(asked.rows, asked.starts, strict=True)]
-    cache = _cache(model, len(rows), max(len(tokens) for tokens, _ in rows))
+    longest = max(len(tokens) for tokens, _ in rows)
+    cache = _cache(model, len(rows), first + _width(longest - first, model.max_positions - first))
     for row, i in enumerate(owner):
         cache.k_cache[:, row, :first] = once.k_cache[:, i]
         cache.v_cache[:, row, :first] = once.v_cache[:, i]
@@ -121,8 +139,12 @@ def _read_shared(model, group, first):
 
 
 def _shared(asked: Question) -> int:
-    """Tokens that one pass can read for all rows: those they share, but the last, which predicts what is scored."""
-    return min(find_common_length(asked.rows), *asked.starts) - 1
+    """Tokens that one pass can read for all rows: those they share, but the last, which predicts what is scored.
+
+    Rounded down to the grid.
+    """
+    shared = min(find_common_length(asked.rows), *asked.starts) - 1
+    return shared - shared % _grid(shared) if shared > 0 else shared
 
 
 def _groups(sizes, budget):
@@ -194,11 +216,14 @@ def answer(model, questions, tokenizer, norm="token"):
     """Iterator of the Answer to each of `questions`, an iterable of Question that is read WINDOW at a time.
 
     norm: what a choice's summed loss is divided by, its scored tokens (upstream) or their bytes (the paper's authors).
-    The questions of a window must differ in their index.
+    The questions of a window must differ in their index. Raises ValueError where a loss is NaN.
     """
     if norm not in NORMS:
         raise ValueError(f"--core-norm {norm!r}: use {' or '.join(NORMS)}")
     questions = iter(questions)
     while window := list(islice(questions, WINDOW)):
         for asked, results in zip(window, _read_all(model, window), strict=True):
-            yield _answer(asked, results, norm, tokenizer)
+            found = _answer(asked, results, norm, tokenizer)
+            if not all(loss is None or math.isfinite(loss) for loss in found.losses):  # or the first choice would win
+                raise ValueError(f"item {asked.index}: the model's loss is NaN; its weights are damaged or diverged")
+            yield found

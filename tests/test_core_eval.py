@@ -188,6 +188,18 @@ def test_logits_only_where_something_is_scored(monkeypatch):
     assert sum(made) == sum(end - start for q in asked for start, end in zip(q.starts, q.ends, strict=True))
 
 
+def test_lengths_of_passes_come_back(monkeypatch):
+    """A CPU keeps memory for every shape it has met: 199 lengths become few, and none passes the rotary table."""
+    model, widths = core_items.model("bov", sequence_len=20), set()  # 200 positions
+    trunk = model.trunk
+    monkeypatch.setattr(model, "trunk", lambda ids, cache=None: widths.add(ids.size(1)) or trunk(ids, cache))
+    lone = [Question(i, ([1] * length,), (length - 1,), None) for i, length in enumerate(range(2, 201))]
+    pairs = [Question(i, ([1] * n + [2], [1] * n + [3] * 3), (n, n), 0) for i, n in enumerate(range(70, 197))]
+    assert len(list(core_score.answer(model, lone, TOKENIZER))) == 199
+    assert len(list(core_score.answer(model, pairs, TOKENIZER))) == 127
+    assert len(widths) < 90 and max(widths) == 200
+
+
 def test_questions_are_made_a_window_at_a_time():
     """Memory does not grow with the number of items."""
     made = []
@@ -342,6 +354,9 @@ def test_no_item_whatever_gives_a_number_that_is_none(texts, shots, limit):
     [
         ("multiple_choice", {"query": "a", "choices": ["b"]}, "item 2 has no 'gold'"),
         ("schema", {"context_options": ["a"], "continuation": "b", "gold": 1}, "gold 1, which names none"),
+        ("schema", {"context_options": ["a"], "continuation": "b", "gold": 0.0}, "gold 0.0, which names none"),
+        ("multiple_choice", {"query": "a", "choices": ["b"], "gold": "0"}, "gold '0', which names none"),
+        ("multiple_choice", {"query": "a", "choices": ["b"], "gold": [0]}, "which names none"),
         ("language_modeling", ["context"], "item 2 has no 'context'"),
     ],
 )
