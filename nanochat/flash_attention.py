@@ -66,7 +66,7 @@ def describe(length: int) -> str:
     }[BACKEND]
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)  # training rows of 512 tokens take 6; a long row takes a byte per query and key in each
 def _mask(queries: int, keys: int, left: int, device: str):
     """Mask (queries, keys): the last query sees the last key, `left` keys before it, and none behind it."""
     query = torch.arange(keys - queries, keys, device=device)[:, None]
