@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import tempfile
 import zipfile
 from dataclasses import dataclass
@@ -62,7 +63,9 @@ def find_bundle(directory=None) -> Path:
         return Path(directory)
     target, archive = (Path(get_base_dir(), f"eval_bundle{suffix}") for suffix in ("", ".zip"))
     with FileLock(f"{archive}.lock"):
-        if lacks(target, archive):
+        if problem := lacks(target, archive):
+            if target.exists():
+                print(f"{problem}: the bundle is put there anew, what was there kept as {target}.replaced", flush=True)
             if not archive.exists() or _broken(archive):
                 print(f"fetching the evaluation bundle from {BUNDLE_URL}", flush=True)
                 download(BUNDLE_URL, str(archive), command=COMMAND, check=check_archive)
@@ -75,7 +78,11 @@ def lacks(directory: Path, archive=None) -> str | None:
     for name in (CONFIG, BASELINE_TABLE):
         if not (directory / name).is_file():
             return f"{directory / name} is missing"
-    for task in read_tasks(directory):
+    try:
+        tasks = read_tasks(directory)
+    except ValueError as error:
+        return str(error)
+    for task in tasks:
         if not task.path.is_file():
             return f"{task.path} is missing"
     for name, size in (_sizes(archive) if archive is not None else {}).items():
@@ -118,7 +125,9 @@ def _broken(path) -> bool:
 
 
 def unpack(archive, target: Path):
-    """Put the bundle of `archive` in place of `target`, whole or not at all."""
+    """Put the bundle of `archive` in place of `target`, whole or not at all; what was there is kept as .replaced."""
+    for left in target.parent.glob(".eval_bundle.*"):
+        shutil.rmtree(left)  # of a process that was killed here
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".eval_bundle.") as folder:
         with zipfile.ZipFile(archive) as z:
             z.extractall(folder)
@@ -127,7 +136,10 @@ def unpack(archive, target: Path):
         if problem:
             raise ValueError(f"{archive}: {problem}; delete it and run {COMMAND} again")
         if target.exists():
-            os.rename(target, Path(folder, "half"))
+            earlier = target.with_name(f"{target.name}.replaced")
+            if earlier.exists():
+                os.rename(earlier, Path(folder, "earlier"))
+            os.rename(target, earlier)
         os.rename(fresh, target)
 
 
@@ -152,20 +164,29 @@ def read_tasks(bundle) -> list[Task]:
     """The tasks of a bundle's core.yaml in its order. ValueError names the file where it is not one."""
     path = Path(bundle, CONFIG)
     try:
-        entries = yaml.safe_load(path.read_text(encoding="utf-8"))["icl_tasks"]
-        tasks = [
-            Task(
-                entry["label"], Path(bundle, DATA, entry["dataset_uri"]), entry["icl_task_type"],
-                int(entry["num_fewshot"][0]), entry.get("continuation_delimiter", " "),
-            )
-            for entry in entries
-        ]  # fmt: skip
+        tasks = [_task(bundle, entry) for entry in yaml.safe_load(path.read_text(encoding="utf-8"))["icl_tasks"]]
     except (OSError, yaml.YAMLError, KeyError, IndexError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: not a list of CORE tasks ({type(error).__name__}: {error})") from error
-    for task in tasks:
-        if task.kind not in FIELDS:
-            raise ValueError(f"{path}: {task.label} has icl_task_type {task.kind!r}; known are {', '.join(FIELDS)}")
+    if not tasks:
+        raise ValueError(f"{path}: lists no task")
+    labels = [task.label for task in tasks]
+    if twice := [label for label in dict.fromkeys(labels) if labels.count(label) > 1]:
+        raise ValueError(f"{path}: {twice[0]} is there {labels.count(twice[0])} times; every label once")
     return tasks
+
+
+def _task(bundle, entry) -> Task:
+    """The task of an entry of core.yaml. ValueError says what of it is no task."""
+    label, uri, kind, shots = (entry[key] for key in ("label", "dataset_uri", "icl_task_type", "num_fewshot"))
+    delimiter = entry.get("continuation_delimiter", " ")
+    for name, value in (("label", label), ("dataset_uri", uri), ("continuation_delimiter", delimiter)):
+        if not isinstance(value, str):
+            raise ValueError(f"{label}: {name} {value!r} is no text")
+    if kind not in list(FIELDS):
+        raise ValueError(f"{label} has icl_task_type {kind!r}; known are {', '.join(FIELDS)}")
+    if not isinstance(shots, list) or type(shots[0]) is not int or shots[0] < 0:
+        raise ValueError(f"{label}: num_fewshot {shots!r}, not a list that begins with a number of shots")
+    return Task(label, Path(bundle, DATA, uri), kind, shots[0], delimiter)
 
 
 def choose_tasks(bundle, which) -> tuple[list[Task], list[str]]:
@@ -237,7 +258,7 @@ def _read_table(path):
     try:
         with open(path, encoding="utf-8", newline="") as f:
             table = {row["Eval Task"]: float(row["Random baseline"]) for row in csv.DictReader(f)}
-    except (OSError, KeyError, TypeError, ValueError) as error:
+    except (OSError, KeyError, TypeError, ValueError, csv.Error) as error:
         raise ValueError(
             f"--core-baselines {path}: no table with the columns 'Eval Task' and 'Random baseline' ({error})"
         ) from error

@@ -131,12 +131,16 @@ def _sides(tasks):
 # ---------------------------------------------------------------------------- from files
 
 
-def _core(folder) -> dict:
+def _core(folder) -> tuple[dict, dict]:
+    """(accuracies, baselines) by label of a folder's core.json."""
     path = Path(folder, CORE)
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f"{path}: cannot be read ({error}); run base_eval --eval core") from error
+        core = json.loads(path.read_text(encoding="utf-8"))
+        return dict(core["results"]), {label: float(core["baselines"]["table"][label]) for label in core["results"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path}: no result of CORE ({type(error).__name__}: {error}); run base_eval --eval core"
+        ) from error
 
 
 def read_items(folder) -> tuple[dict, dict, dict]:
@@ -148,9 +152,9 @@ def read_items(folder) -> tuple[dict, dict, dict]:
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         header = lines[0]
-        if header["kind"] != "header":
-            raise KeyError("kind")
-        listed = _core(folder)["results"]
+        if header["kind"] != "header" or not header.keys() >= {"norm", "tokenizer_sha256"}:
+            raise KeyError("kind, norm or tokenizer_sha256")
+        listed, _ = _core(folder)
         tasks = {line["task"]: line for line in lines if line["kind"] == "task" and line["task"] in listed}
         outcomes = {label: [] for label in tasks}
         for line in lines:
@@ -181,8 +185,8 @@ def compare_folders(a, b) -> dict:
     both = [label for label in tasks_a if label in tasks_b and label not in left_out]
     if not both:
         raise ValueError(f"{a} and {b} share no task with the same items and shots")
-    table = _core(a)["baselines"]["table"]
-    result = compare_outcomes(*({label: items[label] for label in both} for items in (items_a, items_b)), table)
+    _, baselines = _core(a)
+    result = compare_outcomes(*({label: items[label] for label in both} for items in (items_a, items_b)), baselines)
     return result | {
         "left_out": left_out,
         "same_tokenizer": header_a["tokenizer_sha256"] == header_b["tokenizer_sha256"],

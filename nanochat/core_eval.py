@@ -41,10 +41,15 @@ class Result:
     answer: Answer
 
 
-def context_of(model, max_len=None) -> int:
-    """Tokens of a prompt at most: the rotary table's positions, or `max_len` (--core-max-len) where that is less."""
+def check_max_len(max_len):
+    """ValueError for a --core-max-len without room; None = not limited."""
     if max_len is not None and max_len < 2:
         raise ValueError(f"--core-max-len {max_len}: at least 2 tokens, one to read and one to score")
+
+
+def context_of(model, max_len=None) -> int:
+    """Tokens of a prompt at most: the rotary table's positions, or `max_len` (--core-max-len) where that is less."""
+    check_max_len(max_len)
     return min(model.max_positions, max_len or model.max_positions)
 
 

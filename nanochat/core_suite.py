@@ -6,12 +6,16 @@ CORE (arXiv 2406.11794) is the mean over tasks of (accuracy - r) / (1 - r), r be
 import json
 import os
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from nanochat.common import atomic_write, jsonable, print0, progress, write_json
 from nanochat.core_bundle import (
     TASK_LISTS,
+    V1,
     choose_tasks,
     find_bundle,
     read_baselines,
@@ -20,7 +24,7 @@ from nanochat.core_bundle import (
     task_identity,
 )
 from nanochat.core_compare import CORE, ITEMS, core_interval, summarise
-from nanochat.core_eval import answer_task, context_of, on_all_ranks, rank_and_ranks
+from nanochat.core_eval import answer_task, check_max_len, context_of, on_all_ranks, rank_and_ranks
 from nanochat.core_score import NORMS
 from nanochat.metrics import config_hash
 
@@ -38,10 +42,15 @@ class Settings:
     def __post_init__(self):
         if self.norm not in (None, *NORMS):
             raise ValueError(f"--core-norm {self.norm!r}: use {' or '.join(NORMS)}")
+        check_max_len(self.max_len)
 
     @property
     def norm_used(self) -> str:
         return self.norm or ("byte" if self.tasks == "paper21" else "token")
+
+
+# what a line of items.jsonl has at least, by its kind
+KEYS = {"item": {"task", "correct", "flags"}, "task": {"task", "n", "seconds"}}
 
 
 class Store:
@@ -69,9 +78,7 @@ class Store:
             return []
         try:
             header, *lines = (dict(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines())
-            if header["kind"] != "header" or not all(
-                line["kind"] in ("item", "task") and line["task"] for line in lines
-            ):
+            if header["kind"] != "header" or not all(line.keys() >= KEYS[line["kind"]] for line in lines):
                 raise ValueError("a line of another kind")
             return [header, *lines]
         except (ValueError, TypeError, KeyError) as error:
@@ -103,10 +110,26 @@ class Store:
         self.lines[lines[-1]["task"]] = lines
         with atomic_write(self.folder / ITEMS, "w") as f:
             for line in (self.header, *self.all_lines()):
-                f.write(json.dumps(jsonable(line), ensure_ascii=False, allow_nan=False) + "\n")
+                f.write(json.dumps(jsonable(line), allow_nan=False) + "\n")  # ASCII: no text in it can end a line
 
     def write(self, summary):
         write_json(self.folder / CORE, {**self.header, **summary, "kind": "core"})
+
+
+@contextmanager
+def alone(folder):
+    """Keep a second evaluation out of `folder`: they would write over each other's files. ValueError when one runs."""
+    lock = FileLock(Path(folder, ".core.lock"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ValueError(f"{folder}: another process evaluates CORE there; wait for its end") from None
+    except NotImplementedError:
+        print(f"{folder}: this file system has no locks, so nothing keeps a second evaluation out", flush=True)
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _suffix(header) -> str:
@@ -176,7 +199,7 @@ def evaluate_core(model, tokenizer, device, max_per_task=-1, *, settings=None, s
     Returns upstream's results and centered_results {label: value} and core_metric, and what core.json holds besides:
     tasks (core_compare.summarise, flags), core_interval, core_tasks, norm, max_per_task, context, baselines,
     bundle_sha256, missing_tasks (labels of the list that the bundle lacks), failed_tasks {label: why}, flags, and
-    standard: a named list, whole and by its own rules.
+    standard: a named list, whole and by its own rules, with the baselines of DCLM's first table.
     A task whose file cannot be used is left out; core_metric is then None.
     Raises ValueError for settings that cannot be met, RankFailure when a rank fails: finished tasks are kept.
     """
@@ -219,22 +242,21 @@ def evaluate_core(model, tokenizer, device, max_per_task=-1, *, settings=None, s
 def _kept(lines, task):
     """A finished task's lines when they answer the same questions."""
     own = [line for line in lines if line["task"] == task.label]
-    if not own or any(own[-1][key] != value for key, value in task_identity(task).items()):
-        return None
-    return own
+    whole = own and own[-1]["n"] == len(own) - 1
+    return own if whole and task_identity(task).items() <= own[-1].items() else None
 
 
 def _summary(settings, tasks, found, missing, failed, baselines, max_per_task) -> dict:
     complete = len(found) == len(tasks)
+    whole = complete and max_per_task < 1
     flags = {flag: 0 for row in found.values() for flag in row["flags"]}
     for row in found.values():
         flags |= {flag: flags[flag] + count for flag, count in row["flags"].items()}
-    by_the_list = settings.tasks in TASK_LISTS and settings.norm in (None, Settings(settings.tasks).norm_used)
     return {
         "core_metric": sum(row["centered"] for row in found.values()) / len(found) if complete else None,
         "core_interval": core_interval(found) if complete else None,
         "complete": complete,
-        "standard": complete and by_the_list and not missing and max_per_task < 1 and flags.keys() <= {"indistinct"},
+        "standard": whole and flags.keys() <= {"indistinct"} and _by_a_list(settings, tasks, baselines),
         "results": {label: row["accuracy"] for label, row in found.items()},
         "centered_results": {label: row["centered"] for label, row in found.items()},
         "tasks": found, "missing_tasks": missing, "failed_tasks": failed, "flags": flags,
@@ -242,6 +264,13 @@ def _summary(settings, tasks, found, missing, failed, baselines, max_per_task) -
         "baselines": {"name": settings.baselines, "sha256": table_sha256(baselines), "table": baselines},
         "bundle_sha256": table_sha256([task_identity(task) for task in tasks if task.label in found]),
     }  # fmt: skip
+
+
+def _by_a_list(settings, tasks, baselines) -> bool:
+    """Whether these are the tasks and shots of a named list, its norm, and the baselines of DCLM's first table."""
+    shots = {task.label: task.shots for task in tasks}
+    norms = [Settings(name).norm_used for name, listed in TASK_LISTS.items() if listed == shots]
+    return settings.norm_used in norms and all(V1[label] == baselines[label] for label in shots)
 
 
 def write_csv(path, summary):

@@ -2,11 +2,13 @@
 
 import io
 import json
+import math
 import random
 import shutil
 import zipfile
 
 import pytest
+import yaml
 
 import core_items
 from nanochat import core_bundle, core_compare, core_eval, core_suite
@@ -184,11 +186,81 @@ def test_other_settings_do_not_overwrite_and_come_back(tmp_path, bundle, monkeyp
     assert read(tmp_path)[1] == first[1] and read(tmp_path)[0] == first[0]
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"kind": "header"}\n7\n'])
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", '{"kind": "header"}\n7\n', '{"kind": "header"}\n{"kind": "item", "task": "own_mc"}\n'],
+    ids=["empty", "cut", "number", "half item"],
+)
 def test_a_damaged_items_file_is_written_anew(tmp_path, bundle, text, result):
     (tmp_path / "items.jsonl").write_text(text)
     assert evaluate(bundle, store(tmp_path))["results"] == result["results"]
     assert len(read(tmp_path)[1]) == 1 + sum(count + 1 for _, count in SIZES.values())
+
+
+def test_what_a_model_says_never_ends_a_line(tmp_path, bundle, monkeypatch):
+    """U+2028, U+0085 and the like end a line for str.splitlines, and a model may say them."""
+    tokenizer = core_items.tokenizer()
+    monkeypatch.setattr(tokenizer, "decode", lambda tokens: "a\u2028b\x85c\x1c\né")
+    chosen = Settings(eval_bundle=str(bundle))
+    for asks in (core_suite.answer_task, None):  # the second time nothing is to be answered again
+        monkeypatch.setattr(core_suite, "answer_task", asks)
+        evaluate_core(core_items.model("bov"), tokenizer, "cpu", settings=chosen, store=store(tmp_path))
+    *_, items = core_compare.read_items(tmp_path)
+    assert [len(found) for found in items.values()] == [count for _, count in SIZES.values()]
+
+
+def test_a_task_that_lost_an_item_is_answered_anew(tmp_path, bundle, result):
+    evaluate(bundle, store(tmp_path))
+    lines = (tmp_path / "items.jsonl").read_text().splitlines()
+    (tmp_path / "items.jsonl").write_text("\n".join(lines[:1] + lines[2:]) + "\n")
+    again = evaluate(bundle, store(tmp_path))
+    assert again["results"] == result["results"] and again["tasks"]["own_mc"]["n"] == 8
+
+
+def test_two_evaluations_of_one_folder_do_not_run_at_once(tmp_path):
+    with core_suite.alone(tmp_path), pytest.raises(ValueError, match="another process evaluates CORE there"):
+        with core_suite.alone(tmp_path):
+            pass
+    with core_suite.alone(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("norm", ["token", "byte"])
+def test_a_model_of_nan_has_no_score(bundle, norm):
+    model = core_items.model("bov")
+    model.lm_head.weight.data[3] = math.nan
+    with pytest.raises(ValueError, match="could be evaluated; first: item 0: the model's loss is NaN"):
+        evaluate_core(model, TOKENIZER, "cpu", settings=Settings(eval_bundle=str(bundle), norm=norm))
+
+
+THREE = ("copa", "winogrande", "lambada_openai")
+
+
+@pytest.mark.parametrize(
+    ("shots", "options", "standard"),
+    [
+        (0, {"tasks": "dclm22"}, True),
+        (0, {}, True),  # the bundle's own list is that list
+        (0, {"norm": "byte"}, False),
+        (0, {"tasks": "copa,winogrande"}, False),
+        (1, {}, False),
+        (1, {"tasks": "dclm22"}, True),
+    ],
+)
+def test_standard_is_a_whole_list_by_its_own_rules(tmp_path, monkeypatch, shots, options, standard):
+    monkeypatch.setitem(core_suite.TASK_LISTS, "dclm22", dict.fromkeys(THREE, 0))
+    sizes = {"copa": ("multiple_choice", 3), "winogrande": ("schema", 3), "lambada_openai": ("language_modeling", 2)}
+    folder = core_items.write_bundle(tmp_path / "b", sizes, shots=shots)
+    options = {"baselines": "v1"} | options
+    assert evaluate(folder, **options)["standard"] == standard
+    assert not evaluate(folder, max_per_task=1, **options)["standard"]
+
+
+def test_other_baselines_are_not_the_standard(tmp_path, monkeypatch):
+    monkeypatch.setitem(core_suite.TASK_LISTS, "dclm22", {"commonsense_qa": 2})
+    folder = core_items.write_bundle(tmp_path / "b", {"commonsense_qa": ("multiple_choice", 4)})
+    found = {name: evaluate(folder, baselines=name)["standard"] for name in ("v1", "current", "bundle")}
+    assert found == {"v1": True, "current": False, "bundle": False}
 
 
 # ---------------------------------------------------------------------------- bundle
@@ -233,7 +305,8 @@ def test_a_cut_download_is_resumed(base, bundle, server):  # noqa: F811
 
 
 @pytest.mark.parametrize(
-    "left", ["zip", "half folder", "zip and half folder", "short file", "broken zip", "empty folder"]
+    "left",
+    ["zip", "half folder", "zip and half folder", "short file", "broken zip", "empty folder", "empty list", "killed"],
 )
 def test_what_an_earlier_try_left_is_repaired(base, bundle, server, left):  # noqa: F811
     if "zip" in left or left == "short file":
@@ -246,9 +319,24 @@ def test_what_an_earlier_try_left_is_repaired(base, bundle, server, left):  # no
         (base / "eval_bundle" / "eval_data" / "own" / "own_lm.jsonl").write_text("{}\n")
     if left == "empty folder":
         (base / "eval_bundle").mkdir()
+    if left == "empty list":
+        shutil.copytree(bundle, base / "eval_bundle")
+        (base / "eval_bundle" / "core.yaml").write_text("")
+    if left == "killed":  # while it unpacked
+        shutil.copytree(bundle, base / ".eval_bundle.x1y2" / "eval_bundle")
     same(core_bundle.find_bundle(), bundle)
-    assert len(server.requests) == (left in ("half folder", "broken zip", "empty folder"))
+    assert len(server.requests) == (left not in ("zip", "zip and half folder", "short file"))
     assert not list(base.glob(".eval_bundle*"))
+
+
+def test_a_bundle_that_was_edited_is_kept_aside(base, bundle, capsys):
+    core_bundle.find_bundle()
+    edited = base / "eval_bundle" / "core.yaml"
+    for text in ("icl_tasks: []\n", edited.read_text() + "# mine\n"):
+        edited.write_text(text)
+        same(core_bundle.find_bundle(), bundle)
+        assert (base / "eval_bundle.replaced" / "core.yaml").read_text() == text
+        assert "kept as" in capsys.readouterr().out
 
 
 def test_an_archive_without_a_task_s_file_is_refused_and_leaves_nothing(base, bundle, server):  # noqa: F811
@@ -306,16 +394,40 @@ def test_baselines_are_the_table_asked_for(tmp_path, bundle):
     for text, message in (
         ("a,b\n1,2\n", "no table with the columns"),
         ("Eval Task,Random baseline\nx,100\n", "x is 100"),
+        ("Eval Task,Random baseline\nx,nan\n", "x is nan"),
+        ("Eval Task,Random baseline\n" + "x" * 200_000 + ",1\n", "no table with the columns"),
     ):
         table.write_text(text)
         with pytest.raises(ValueError, match=message):
             core_bundle.read_baselines(bundle, str(table), ["x"])
 
 
-@pytest.mark.parametrize("text", ["", "icl_tasks: 3", "icl_tasks:\n- {label: a}", ": :"])
-def test_a_bad_task_list_is_named(tmp_path, text):
-    (tmp_path / "core.yaml").write_text(text)
-    with pytest.raises(ValueError, match="core.yaml: not a list of CORE tasks"):
+ENTRY = {"label": "a", "dataset_uri": "a.jsonl", "num_fewshot": [1], "icl_task_type": "schema"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "not a list of CORE tasks"),
+        ("icl_tasks: 3", "not a list of CORE tasks"),
+        ("icl_tasks:\n- {label: a}", "not a list of CORE tasks"),
+        ("icl_tasks: [a]", "not a list of CORE tasks"),
+        (": :", "not a list of CORE tasks"),
+        ("icl_tasks: []", "lists no task"),
+        ([ENTRY, ENTRY], "a is there 2 times"),
+        ([ENTRY | {"num_fewshot": 5}], "a: num_fewshot 5"),
+        ([ENTRY | {"num_fewshot": "10"}], "a: num_fewshot '10'"),
+        ([ENTRY | {"num_fewshot": [-1]}], "a: num_fewshot"),
+        ([ENTRY | {"label": 7}], "label 7 is no text"),
+        ([ENTRY | {"label": ["a"]}], "is no text"),
+        ([ENTRY | {"icl_task_type": ["schema"]}], "known are multiple_choice"),
+        ([ENTRY | {"continuation_delimiter": None}], "continuation_delimiter None"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_bad_task_list_is_named(tmp_path, text, message):
+    (tmp_path / "core.yaml").write_text(text if isinstance(text, str) else yaml.safe_dump({"icl_tasks": text}))
+    with pytest.raises(ValueError, match=f"core.yaml: .*{message}"):
         core_bundle.read_tasks(tmp_path)
 
 
