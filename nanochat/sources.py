@@ -165,26 +165,57 @@ def _fingerprint(pattern) -> str:
     return hashlib.sha256(repr([(path, s.st_size, s.st_mtime_ns) for path, s in stats]).encode()).hexdigest()
 
 
-def _text_files(pattern, part):
-    """Whole files held out, chosen by their content; of a single file its last paragraphs."""
+def _is_utf8(path) -> bool:
+    try:
+        with open(path, encoding="utf-8") as f:
+            return all(True for _ in f)
+    except UnicodeDecodeError:
+        return False
+
+
+def text_files(pattern) -> list[str]:
+    """The text of each file that a pattern of file names matches, empty ones left out, ordered by their hashes.
+
+    Raises ValueError where no file matches, all are empty, or one is not UTF-8.
+    """
     from datasets import load_dataset
 
     paths = _matching(pattern)
     if not paths:
         raise ValueError(f"--source text:{pattern}: no such files; quote the pattern so that the shell leaves it alone")
-    rows = load_dataset("text", data_files=paths, sample_by="document", split="train", streaming=True)
-    texts = [row["text"] for row in rows if row["text"].strip()]
+    names = list(map(glob.escape, paths))  # a pattern to `datasets` too, which leaves out what does not match
+    rows = load_dataset("text", data_files=names, sample_by="document", split="train", streaming=True)
+    try:
+        texts = [row["text"] for row in rows]
+    except UnicodeDecodeError as error:
+        wrong = next((path for path in paths if not _is_utf8(path)), pattern)
+        raise ValueError(f"--source text:{pattern}: {wrong} is not UTF-8 ({error})") from error
+    if len(texts) != len(paths):
+        raise ValueError(
+            f"--source text:{pattern}: only {len(texts)} of {len(paths)} files could be read; rename others"
+        )
+    texts = [text for text in texts if text.strip()]
+    if not texts:
+        raise ValueError(f"--source text:{pattern}: {len(paths)} files and no text in them")
+    return sorted(texts, key=_order)
+
+
+def _text_files(pattern, part):
+    """Whole files held out, chosen by their content; of a single file its last paragraphs."""
+    texts = text_files(pattern)
     if len(texts) == 1:
         paragraphs = re.split(r"\n\s*\n", texts[0])
         cut = len(paragraphs) - max(1, round(len(paragraphs) * part))
         return [("\n\n".join(paragraphs[:cut]), False), ("\n\n".join(paragraphs[cut:]), True)]
-    texts.sort(key=_order)
     held = max(1, round(len(texts) * part))
     return [(text, i < held) for i, text in enumerate(texts)]
 
 
-def _hub(argument, part):
-    """Documents of a hub data set; held out by their own hash, so that copies fall on one side."""
+def hub_texts(argument):
+    """Iterator of the documents of NAME[:SPLIT[:COLUMN]], a data set of the hub, empty ones left out.
+
+    Raises ValueError where there is no such data set or column.
+    """
     from datasets import load_dataset
 
     parts = argument.split(":")
@@ -198,8 +229,12 @@ def _hub(argument, part):
         raise ValueError(f"--source hf:{name}:{split}: {type(error).__name__}: {error}") from error
     if not isinstance(first.get(column), str):
         raise ValueError(f"--source hf:{name}:{split}: no text column {column!r}, only {', '.join(first) or 'no rows'}")
-    texts = (row[column] for row in rows if row[column] and row[column].strip())
-    return ((text, int(_order(text)[:8], 16) / 2**32 < part) for text in texts)
+    return (row[column] for row in rows if row[column] and row[column].strip())
+
+
+def _hub(argument, part):
+    """Documents of a hub data set; held out by their own hash, so that copies fall on one side."""
+    return ((text, int(_order(text)[:8], 16) / 2**32 < part) for text in hub_texts(argument))
 
 
 def _order(text):

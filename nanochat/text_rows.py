@@ -3,11 +3,11 @@
 Shapes: B rows per batch, T inputs per row.
 """
 
-from nanochat import sources
 from nanochat.common import get_dist_info
 from nanochat.core_score import stack_sequences
+from nanochat.sources import hub_texts, text_files
 
-READERS = {"text": sources._text_files, "hf": sources._hub}
+READERS = {"text": text_files, "hf": hub_texts}
 IGNORED = -1  # target of padding
 
 
@@ -19,7 +19,7 @@ def read_source(source):
     kind, _, argument = source.partition(":")
     if kind not in READERS or not argument:
         raise ValueError(f"--source {source}: use text:GLOB or hf:NAME[:SPLIT[:COLUMN]]")
-    return (text for text, _ in READERS[kind](argument, 0.1))
+    return iter(READERS[kind](argument))
 
 
 def document_rows(texts, tokenizer, T):

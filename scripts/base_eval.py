@@ -14,8 +14,10 @@ context goes to context.json in the checkpoint's folder.
 
 import argparse
 import json
+import math
 import os
 import sys
+from contextlib import nullcontext
 from itertools import islice
 
 from nanochat.checkpoint_manager import build_model, model_path, resolve_checkpoint
@@ -37,7 +39,7 @@ from nanochat.context_eval import ITEMS, evaluate_context, show
 from nanochat.core_audit import audit
 from nanochat.core_eval import RankFailure, context_of
 from nanochat.core_score import NORMS
-from nanochat.core_suite import Settings, Store, core_identity, evaluate_core, write_csv
+from nanochat.core_suite import Settings, Store, alone, core_identity, evaluate_core, write_csv
 from nanochat.dataloader import one_pass_loader, tokenizing_distributed_data_loader_bos_bestfit
 from nanochat.dataset import shard_sha256, split_paths
 from nanochat.engine import Engine
@@ -121,6 +123,8 @@ def evaluate_source(model, tokenizer, device, batch_size, split_tokens, source):
     rows = (batch_size, model.config.sequence_len, device)
     batches = document_batches(read_source(source), tokenizer, *rows, split_tokens)
     bpb = evaluate_bpb(model, batches, None, get_token_bytes(device=device))
+    if math.isinf(bpb):
+        raise ValueError(f"--source {source}: no byte of text to score; give other text or more --split-tokens")
     return {"source": source, "bpb": bpb, "split_tokens": split_tokens}
 
 
@@ -250,14 +254,16 @@ def core_settings(args) -> Settings:
 def run_core(args, model, tokenizer, device, checkpoint_dir, made_from):
     """Evaluate CORE into core.json, items.jsonl and the CSV file; `made_from`: identity on rank 0, {} elsewhere.
 
-    Raises ValueError, after all else is written, when a task could not be evaluated.
+    Raises ValueError, after all else is written, when a task could not be evaluated; at once when another process
+    evaluates the same checkpoint.
     """
     settings = core_settings(args)
-    store = None
-    if made_from:
-        own = core_identity(settings, args.max_per_task, context_of(model, settings.max_len))
-        store = Store(checkpoint_dir, made_from | own)
-    summary = evaluate_core(model, tokenizer, device, args.max_per_task, settings=settings, store=store)
+    with alone(checkpoint_dir) if made_from else nullcontext():
+        store = None
+        if made_from:
+            own = core_identity(settings, args.max_per_task, context_of(model, settings.max_len))
+            store = Store(checkpoint_dir, made_from | own)
+        summary = evaluate_core(model, tokenizer, device, args.max_per_task, settings=settings, store=store)
     if made_from:
         name = f"{made_from['model_tag']}_{made_from['step']:06d}.csv"
         write_csv(os.path.join(get_base_dir(), "base_eval", name), summary)

@@ -17,6 +17,7 @@ import torch
 import core_items
 from models import build
 from nanochat import checkpoint_manager as cm
+from nanochat import core_suite, text_rows
 from nanochat.common import file_sha256
 from nanochat.engine import Engine
 from nanochat.gpt import config_to_dict
@@ -330,6 +331,11 @@ def test_core_under_torchrun_is_what_one_process_finds(here, folder, bundle):
     assert json.loads((folder / "core.json").read_text())["results"] == alone and done.stdout.count("\nCORE ") == 1
 
 
+def test_core_waits_for_no_other_evaluation(here, folder, bundle):
+    with core_suite.alone(folder), pytest.raises(ValueError, match="another process evaluates CORE there"):
+        evaluate("--eval", "core", "--eval-bundle", str(bundle))
+
+
 UPSTREAM = os.environ.get("NANOCHAT_UPSTREAM")
 THEIR_SCRIPT = """
 import json, runpy, sys
@@ -402,6 +408,26 @@ def test_bpb_of_other_texts_counts_every_byte(here, tmp_path):
             row = torch.tensor([tokens[start : start + 17]])
             nats += model(row[:, :-1], row[:, 1:], loss_reduction="sum").item()
     assert found["bpb"] == pytest.approx(nats / math.log(2) / size, rel=1e-4) and "bpb" not in result(here)
+
+
+def test_one_file_is_one_document_and_all_its_bytes_count(here, tmp_path):
+    text = "erster Absatz\n\n\n  zweiter Absatz " * 8
+    (tmp_path / "a [1] *.txt").write_text(text, encoding="utf-8")
+    pattern = f"{tmp_path}/a [[]1] [*].txt"
+    assert list(text_rows.read_source(f"text:{pattern}")) == [text]
+
+
+def test_no_text_is_no_result(here, tmp_path):
+    (tmp_path / "a.txt").write_text(" \n")
+    with pytest.raises(ValueError, match="--source text:.*1 files and no text in them"):
+        evaluate("--eval", "bpb", "--source", f"text:{tmp_path}/*.txt")
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(ValueError, match="no byte of text to score"):
+        evaluate("--eval", "bpb", "--source", f"text:{tmp_path}/*.txt", "--split-tokens", "0")
+    (tmp_path / "b.txt").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="--source text:.*b.txt"):
+        evaluate("--eval", "bpb", "--source", f"text:{tmp_path}/*.txt")
+    assert not result_path(here).exists()
 
 
 @pytest.mark.parametrize("source", ["sotu", "text:", "books/*.txt", "text:/nowhere/*.txt"])
