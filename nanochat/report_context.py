@@ -140,10 +140,13 @@ def probe_table(context: Context) -> dict:
     """Rows: probe, window, variant; columns: lengths."""
     rows = []
     for probe in context.some["probes"]:
+        digits = 2 if chance(context, probe) >= 0.01 else 4
         for window in context.windows:
             for variant in context.results:
-                points = {p.x: f"{p.mean:.2f} ({p.low:.2f} to {p.high:.2f})"
-                          for p in probe_points(context, probe, variant, window)}  # fmt: skip
+                points = {
+                    p.x: f"{p.mean:.{digits}f} ({p.low:.{digits}f} to {p.high:.{digits}f})"
+                    for p in probe_points(context, probe, variant, window)
+                }
                 rows.append((probe, f"{chance(context, probe):.3g}", window, quoted(variant.label), points))
     heads = ("probe", "chance", "windows", "variant")
     columns = [(head, "<", lambda r, i=i: r[i]) for i, head in enumerate(heads)]

@@ -17,9 +17,9 @@ NAME=ablations
 
 table1=(table1/{1..13})
 fig5b=(paper/bov fig5b/{shared,no_coeff,every_layer,add_v})
-# On a CPU: the components, then equal tokens from fewer documents read 2 and 4 times, and what may help BoV there.
+# On a CPU: the components, then equal tokens from fewer documents read 1, 2 and 4 times, and what may help BoV there.
 components=(baseline bov table3/{x0,v1_all,ve_gated} fig5b/{shared,no_coeff,every_layer})
-repeated=(baseline:train-part=0.25 bov:train-part=0.25 baseline:train-part=0.125 bov:train-part=0.125
+repeated=({baseline,bov}:train-part=0.5 {baseline,bov}:train-part=0.25 {baseline,bov}:train-part=0.125
     fig5b/shared:train-part=0.125 "bov:train-part=0.125,table-lr-scale=0.125" "bov:train-part=0.125,table-weight-decay=0.03")
 LR_SCALE=16 # for batches of 4,096 tokens; chosen on the baseline alone, runs/LOG.md
 
