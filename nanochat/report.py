@@ -72,6 +72,7 @@ def load_run(folder) -> Run:
     records = read_metrics(metrics)
     if not records or not all(isinstance(record, dict) for record in records) or records[0].get("kind") != "header":
         raise ValueError(f"{metrics}: the first line is no header; the run did not start, or this is another file")
+    done = _optional_json(folder / "DONE.json")
     of_kind = {kind: [r for r in records if r.get("kind") == kind] for kind in ("train", "eval", "end")}
     return Run(
         folder=folder,
@@ -80,10 +81,23 @@ def load_run(folder) -> Run:
         train=of_kind["train"],
         evals=of_kind["eval"],
         end=of_kind["end"][-1] if of_kind["end"] else None,
-        done=_optional_json(folder / "DONE.json"),
-        core=_optional_json(folder / "core.json"),
-        context=_optional_json(folder / "context.json"),
+        done=done,
+        core=_evaluation(folder / "core.json", done),
+        context=_evaluation(folder / "context.json", done),
     )
+
+
+def _evaluation(path, done):
+    """The content of `path`; None, and a line that says so, where it is of other weights than the finished run's."""
+    found = _optional_json(path)
+    if (
+        found
+        and done
+        and found.get("checkpoint_sha256", done.get("checkpoint_sha256")) != done.get("checkpoint_sha256")
+    ):
+        print(f"{path}: of step {found.get('step')}, not of the finished run's weights; left out")
+        return None
+    return found
 
 
 def _optional_json(path):

@@ -142,6 +142,11 @@ def main(argv=None):
     tokenizer = get_tokenizer()
     tasks, _ = choose_tasks(find_bundle(args.eval_bundle), "bundle")
     model = build(args, tokenizer)
+    memory = {}
+    if args.memory_task:  # first: the other side fills caches
+        (task,) = [task for task in tasks if task.label == args.memory_task]
+        memory = {"memory": {"task": task.label, "resident_bytes": memory_over_items(model, tokenizer, task)}}
+        print(f"memory over {task.label}: {[round(b / 2**20) for b in memory['memory']['resident_bytes']]} MiB")
     found = compare(tasks, model, tokenizer, sides, args.rounds, args.max_per_task)
     totals = {name: [sum(times) for times in zip(*(t["seconds"][name] for t in found.values()), strict=True)]
               for name in sides}  # fmt: skip
@@ -151,7 +156,7 @@ def main(argv=None):
         "dtype": str(COMPUTE_DTYPE).removeprefix("torch."), "threads": args.threads, "depth": args.depth,
         "vocab_size": model.config.vocab_size, "rounds": args.rounds, "seconds": totals, "ratios": ratios,
         "ratio": statistics.median(ratios), "items": sum(t["items"] for t in found.values()),
-        "equal_answers": sum(t["equal_answers"] for t in found.values()), "tasks": found,
+        "equal_answers": sum(t["equal_answers"] for t in found.values()), "tasks": found, **memory,
     }  # fmt: skip
     for label, row in found.items():
         spent = {name: statistics.median(times) for name, times in row["seconds"].items()}
@@ -159,10 +164,6 @@ def main(argv=None):
               f"{row['ratio']:5.2f} times  {row['equal_answers']} of {row['items']} answers equal")  # fmt: skip
     print(f"whole: {result['ratio']:.2f} times faster ({min(ratios):.2f} to {max(ratios):.2f}), "
           f"{result['equal_answers']} of {result['items']} answers equal, {result['dtype']}")  # fmt: skip
-    if args.memory_task:
-        (task,) = [task for task in tasks if task.label == args.memory_task]
-        result["memory"] = {"task": task.label, "resident_bytes": memory_over_items(model, tokenizer, task)}
-        print(f"memory over {task.label}: {[round(b / 2**20) for b in result['memory']['resident_bytes']]} MiB")
     if args.out:
         write_json(args.out, result)
 

@@ -3,7 +3,6 @@
 NANOCHAT_DTYPE=float32 NANOCHAT_UPSTREAM=DIR python tests/core_items.py   writes them to tests/data/core_upstream.json
 """
 
-import importlib.util
 import json
 import os
 import random
@@ -16,6 +15,7 @@ import yaml
 
 from models import build
 from nanochat.tokenizer import BOS, SPECIAL_TOKENS, SPLIT_PATTERN, RustBPETokenizer
+from scripts.core_bench import load_upstream
 
 ANSWERS = Path(__file__).parent / "data" / "core_upstream.json"
 MERGES = ["th", "he", "in", "er", "an", "re", " a", " t", " the", "ou", " b", "on", "en", " s", "is", " is", "ing"]
@@ -114,14 +114,6 @@ def write_bundle(folder, sizes, shots=2):
 
 
 # ---------------------------------------------------------------------------- upstream's answers
-
-
-def load_upstream(checkout):
-    """The module nanochat/core_eval.py of a checkout, which imports nothing else of it."""
-    spec = importlib.util.spec_from_file_location("upstream_core_eval", Path(checkout, "nanochat", "core_eval.py"))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 class Watched:

@@ -21,6 +21,7 @@ from nanochat import core_eval, core_prompts, core_score
 from nanochat.core_bundle import read_items, read_tasks
 from nanochat.core_prompts import Question
 from ranks import spawn
+from scripts.core_bench import load_upstream
 
 TOKENIZER = core_items.tokenizer()
 UPSTREAM, BUNDLE = os.environ.get("NANOCHAT_UPSTREAM"), os.environ.get("NANOCHAT_EVAL_BUNDLE")
@@ -72,7 +73,7 @@ def test_the_kept_answers_are_what_upstream_gives():
 @settings(max_examples=30, deadline=None)
 @given(st.sampled_from(core_items.KINDS), st.integers(0, 4), st.integers(2, 9), st.sampled_from([" ", "\n", "", ": "]))
 def test_prompts_and_scored_tokens_are_upstreams(kind, shots, number, delimiter):
-    theirs, data = core_items.load_upstream(UPSTREAM), core_items.items(kind, max(number, shots + 1), seed=number)
+    theirs, data = load_upstream(UPSTREAM), core_items.items(kind, max(number, shots + 1), seed=number)
     short = {"multiple_choice": "mc", "schema": "schema", "language_modeling": "lm"}[kind]
     for index in range(len(data)):
         others = [i for i in range(len(data)) if i != index]
@@ -92,7 +93,7 @@ def test_prompts_and_scored_tokens_are_upstreams(kind, shots, number, delimiter)
 @needs_bundle
 @pytest.mark.parametrize("name", ["upstream", "bov"])
 def test_real_items_are_answered_as_by_upstream(name):
-    watched = core_items.Watched(core_items.load_upstream(UPSTREAM))
+    watched = core_items.Watched(load_upstream(UPSTREAM))
     model = core_items.model(name, sequence_len=2048, n_layer=2)
     for task in read_tasks(BUNDLE):
         data = read_items(task)

@@ -9,8 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -21,22 +19,16 @@ from nanochat import core_suite, text_rows
 from nanochat.common import file_sha256
 from nanochat.engine import Engine
 from nanochat.gpt import config_to_dict
-from nanochat.tokenizer import RustBPETokenizer, save_token_bytes
 from scripts import base_eval, bov_export, bov_sample
+from tiny import make_corpus
 
 TEXT = [f"Schöne Grüße {i}: the café opens at {i} o'clock 你好 🙂." for i in range(60)]
 
 
 @pytest.fixture(scope="module")
 def base_dir(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("base")
-    tokenizer = RustBPETokenizer.train_from_iterator(iter(TEXT), 256 + 9 + 20)
-    tokenizer.save(str(folder / "tokenizer"))
-    save_token_bytes(tokenizer, str(folder / "tokenizer"))
-    (folder / "base_data_climbmix").mkdir()
-    for name, part in (("shard_00000", TEXT[:40]), ("shard_06542", TEXT[40:])):
-        pq.write_table(pa.table({"text": part * 4}), folder / "base_data_climbmix" / f"{name}.parquet")
-    model = build(vocab_size=tokenizer.get_vocab_size(), bov_layers="last:1/3", trunk="plain", ve_layers="none")
+    folder = make_corpus(tmp_path_factory.mktemp("base"), TEXT[:40] * 4, TEXT[40:] * 4, merges=20, rows=160)
+    model = build(vocab_size=256 + 9 + 20, bov_layers="last:1/3", trunk="plain", ve_layers="none")
     meta = {"step": 2, "model_config": config_to_dict(model.config)}
     cm.save_checkpoint(folder / "base_checkpoints" / "tiny", 2, model.state_dict(), None, meta)
     return folder

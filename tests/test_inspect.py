@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given
@@ -19,9 +17,10 @@ from nanochat import checkpoint_manager as cm
 from nanochat import inspect_bank as bank
 from nanochat.gpt import config_to_dict
 from nanochat.inspect_plots import label
-from nanochat.tokenizer import SPECIAL_TOKENS, RustBPETokenizer, save_token_bytes
+from nanochat.tokenizer import SPECIAL_TOKENS, RustBPETokenizer
 from nanochat.train import fresh_model
 from scripts import bov_export, bov_inspect
+from tiny import make_corpus
 
 BOV = {"bov_layers": "last:1/2", "trunk": "plain", "ve_layers": "none"}
 IDS = [7, 3, 3, 9, 7, 1, 3, 20, 9, 9, 41, 5]  # 8 distinct tokens
@@ -228,20 +227,14 @@ TEXT = [f"war and peace {i}: gold is 你好 $ {i} war" for i in range(60)]
 @pytest.fixture(scope="module")
 def base_dir(tmp_path_factory):
     """Data, a tokenizer, and checkpoints: trained (as if), untrained, baseline, gated, x0, and of an unknown seed."""
-    folder = tmp_path_factory.mktemp("base")
-    tokenizer = RustBPETokenizer.train_from_iterator(iter(TEXT), 256 + 9 + 20)
-    tokenizer.save(str(folder / "tokenizer"))
-    save_token_bytes(tokenizer, str(folder / "tokenizer"))
-    (folder / "base_data_climbmix").mkdir()
-    for name, part in (("shard_00000", TEXT[:50]), ("shard_06542", TEXT[50:])):
-        pq.write_table(pa.table({"text": part}), folder / "base_data_climbmix" / f"{name}.parquet", row_group_size=25)
+    folder = make_corpus(tmp_path_factory.mktemp("base"), TEXT[:50], TEXT[50:], merges=20, rows=25)
     models = {
         "moved": {}, "start": {}, "baseline": {"bov_layers": "none"}, "gated": {"bov_coeff": "gate"},
         "x0": {"bov_source": "x0"}, "head": {"bov_coeff": "head"}, "foreign": {}, "otherseed": {},
         "parted": {},
     }  # fmt: skip
     for tag, fields in models.items():
-        model = build(randomise=False, vocab_size=tokenizer.get_vocab_size(), **(BOV | fields))
+        model = build(randomise=False, vocab_size=256 + 9 + 20, **(BOV | fields))
         model = fresh_model(model.config, torch.device("cpu"), 3)
         if tag != "start":
             randomise_(model)

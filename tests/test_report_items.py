@@ -125,6 +125,13 @@ def test_damaged_core_json_names_the_file(pair):
         load_run(pair[1])
 
 
+def test_results_of_another_step_are_left_out_and_named(pair, capsys):
+    path = pair[1] / "core.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"checkpoint_sha256": "of step 128", "step": 128}))
+    assert load_run(pair[1]).core is None and load_run(pair[0]).core is not None
+    assert "core.json: of step 128" in capsys.readouterr().out
+
+
 def test_the_papers_task_differences():
     paper = read_paper()
     equal_flops = task_differences(paper, "table3", "table3/ve_gated", "paper/baseline")

@@ -19,16 +19,16 @@ TINY = [
 PARTS = ("tokenizer", "base_data_climbmix")
 
 
-def make_corpus(folder, manifest=False):
-    """A tokenizer and shards with many small row groups in `folder`; with `manifest` source.json lists their hashes."""
+def make_corpus(folder, train=TEXT[:360], val=TEXT[360:], merges=40, rows=20, manifest=False):
+    """A tokenizer and shards in row groups of `rows` in `folder`; with `manifest` source.json lists their hashes."""
     folder = Path(folder)
-    tokenizer = RustBPETokenizer.train_from_iterator(iter(TEXT), 256 + 9 + 40)
+    tokenizer = RustBPETokenizer.train_from_iterator(iter([*train, *val]), 256 + 9 + merges)
     tokenizer.save(str(folder / "tokenizer"))
     save_token_bytes(tokenizer, str(folder / "tokenizer"))
     data = folder / "base_data_climbmix"
     data.mkdir()
-    for name, part in (("shard_00000", TEXT[:360]), ("shard_06542", TEXT[360:])):
-        pq.write_table(pa.table({"text": part}), data / f"{name}.parquet", row_group_size=20)
+    for name, part in (("shard_00000", train), ("shard_06542", val)):
+        pq.write_table(pa.table({"text": part}), data / f"{name}.parquet", row_group_size=rows)
     if manifest:
         files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in data.glob("*.parquet")}
         facts = {"source": "text:tiny", "train_text_sha256": "train", "val_text_sha256": "val", "files": files}
