@@ -90,11 +90,8 @@ def load_run(folder) -> Run:
 def _evaluation(path, done):
     """The content of `path`; None, and a line that says so, where it is of other weights than the finished run's."""
     found = _optional_json(path)
-    if (
-        found
-        and done
-        and found.get("checkpoint_sha256", done.get("checkpoint_sha256")) != done.get("checkpoint_sha256")
-    ):
+    theirs, ours = ((facts or {}).get("checkpoint_sha256") for facts in (found, done))
+    if theirs and ours and theirs != ours:
         print(f"{path}: of step {found.get('step')}, not of the finished run's weights; left out")
         return None
     return found
