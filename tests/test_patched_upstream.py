@@ -41,7 +41,7 @@ def clone(folder, commit, patched=True):
 
 def python(checkout, *words, base):
     """Run Python in a checkout; skips where the checkout needs a package that is not installed."""
-    env = {k: v for k, v in os.environ.items() if k not in ("NANOCHAT_UPSTREAM", "NANOCHAT_DTYPE")}
+    env = {k: v for k, v in os.environ.items() if k not in ("NANOCHAT_UPSTREAM", "NANOCHAT_DTYPE", "PYTHONPATH")}
     env |= {
         "NANOCHAT_BASE_DIR": str(base),
         "TORCHDYNAMO_DISABLE": "1",
