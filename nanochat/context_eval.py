@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from nanochat.common import is_ddp_initialized, print0
+from nanochat.common import is_ddp_initialized, print0, progress
 from nanochat.core_compare import DRAWS, SEED, interval, summarise
 from nanochat.core_eval import on_all_ranks, rank_and_ranks
 from nanochat.core_prompts import Question
@@ -198,7 +198,7 @@ def lengths_of(model) -> list[int]:
 
 
 def evaluate_context(model, tokenizer, token_bytes, batches, n=ITEMS) -> dict:
-    """Content of context.json, on every rank.
+    """Content of context.json, on every rank; each part is printed when it is done.
 
     batches(length): iterable of (inputs, targets) in rows up to `length`. Returns sequence_len, seed, items, and
     positions {window: rows of bpb_by_position}, probes {name: {window: rows of run_probe}}.
@@ -208,20 +208,22 @@ def evaluate_context(model, tokenizer, token_bytes, batches, n=ITEMS) -> dict:
     result["probes"] = {kind: {} for kind in PROBES}
     for kind in WINDOWS:
         with windows(model, kind):
-            result["positions"][kind] = bpb_by_position(model, batches(lengths[-1]), token_bytes, lengths[-1])
+            with progress(batches(lengths[-1]), desc=f"positions, {kind} windows", unit="batch") as rows:
+                result["positions"][kind] = bpb_by_position(model, rows, token_bytes, lengths[-1])
+            _show_positions(kind, result["positions"][kind], model.config.sequence_len)
             for probe in PROBES:
-                rows = [run_probe(model, tokenizer, probes, probe, length, n) for length in lengths]
+                with progress(lengths, desc=f"{probe}, {kind} windows", unit="length") as asked:
+                    rows = [run_probe(model, tokenizer, probes, probe, length, n) for length in asked]
                 result["probes"][probe][kind] = rows
+                _show_probe(probe, kind, rows, model.config.sequence_len)
     return result
 
 
-def show(result):
-    """Print a result of evaluate_context on rank 0."""
-    T = result["sequence_len"]
-    for kind, rows in result["positions"].items():
-        cells = [f"{row['from'] / T:g}-{row['to'] / T:g} T: {row['bpb']:.4f}" for row in rows if row["bpb"] is not None]
-        print0(f"bits per byte by position, {kind} windows: " + ", ".join(cells))
-    for probe, by_window in result["probes"].items():
-        for kind, rows in by_window.items():
-            cells = [f"{row['length'] / T:g} T: {row['accuracy']:.3f}" for row in rows if row["n"]]
-            print0(f"{probe}, {kind} windows (chance {rows[0]['chance']:.3g}): " + ", ".join(cells))
+def _show_positions(kind, rows, T):
+    cells = [f"{row['from'] / T:g}-{row['to'] / T:g} T: {row['bpb']:.4f}" for row in rows if row["bpb"] is not None]
+    print0(f"bits per byte by position, {kind} windows: " + ", ".join(cells), flush=True)
+
+
+def _show_probe(probe, kind, rows, T):
+    cells = [f"{row['length'] / T:g} T: {row['accuracy']:.3f}" for row in rows if row["n"]]
+    print0(f"{probe}, {kind} windows (chance {rows[0]['chance']:.3g}): " + ", ".join(cells), flush=True)

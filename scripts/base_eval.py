@@ -35,7 +35,7 @@ from nanochat.common import (
     progress,
     write_json,
 )
-from nanochat.context_eval import ITEMS, evaluate_context, show
+from nanochat.context_eval import ITEMS, evaluate_context
 from nanochat.core_audit import audit
 from nanochat.core_eval import RankFailure, context_of
 from nanochat.core_score import NORMS
@@ -122,7 +122,9 @@ def evaluate_source(model, tokenizer, device, batch_size, split_tokens, source):
     """{source, bpb, split_tokens} of --source: each document on its own, cut at the context, every byte counted."""
     rows = (batch_size, model.config.sequence_len, device)
     batches = document_batches(read_source(source), tokenizer, *rows, split_tokens)
-    bpb = evaluate_bpb(model, batches, None, get_token_bytes(device=device))
+    print0(f"bpb of {source}", flush=True)
+    with progress(batches, desc="source bpb", unit="batch") as shown:
+        bpb = evaluate_bpb(model, shown, None, get_token_bytes(device=device))
     if math.isinf(bpb):
         raise ValueError(f"--source {source}: no byte of text to score; give other text or more --split-tokens")
     return {"source": source, "bpb": bpb, "split_tokens": split_tokens}
@@ -283,7 +285,6 @@ def run_context(args, model, tokenizer, device, checkpoint_dir, made_from):
     batches = long_batches(model, tokenizer, device, args.device_batch_size, args.split_tokens, args.source)
     items = args.max_per_task if args.max_per_task > 0 else ITEMS
     result = evaluate_context(model, tokenizer, get_token_bytes(device=device), batches, items)
-    show(result)
     if made_from:
         about = {"kind": "context", **made_from, "source": args.source or "validation split"}
         path = os.path.join(checkpoint_dir, "context.json")

@@ -110,7 +110,7 @@ def _widening(flags, target, tolerance) -> list[str]:
     return [*widened, "--weight-decay", f"{decay:.10g}"]
 
 
-def describe(variant, flags, args, seeds, gpu, ranks):
+def describe(variant, flags, args, seeds, gpu, ranks, source):
     """Print one variant's plan, time, data and memory; returns (tokens, FLOPs) of one run."""
     config, plan = plan_run(args, args.vocab_size, ranks)
     model, summary = meta_model(config), plan_summary(config, plan)
@@ -118,17 +118,19 @@ def describe(variant, flags, args, seeds, gpu, ranks):
     parts, counts = train_bytes(model, plan), summary["num_params"]
     gib = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items() if name != "total")
     saved = parts["weights"] + train_bytes(model, replace(plan, world_size=1))["optimizer"]
-    data = f"{summary['shards']:,} ClimbMix shards, {summary['disk_bytes'] / 1e9:.1f} GB on disk"
+    data = f"{plan.total_tokens:,} tokens of {source}"
+    if source == "climbmix":
+        data = f"{summary['expected_epochs']:.2f} epochs of {summary['shards']:,} ClimbMix shards, "
+        data += f"{summary['disk_bytes'] / 1e9:.1f} GB on disk"
     millions = [f"{counts[name] / 1e6:.1f}M" for name in ("without_tables", "value_tables")]
     print(
         f"counts     {millions[0]} parameters and {millions[1]} in tables, {summary['flops_per_token']:,} FLOPs a token"
     )
     print(f"cache      {summary['kv_bytes_per_token']:,} bytes of K and V a token, ids apart")
-    print(f"data       {summary['expected_epochs']:.2f} epochs of {data}")
+    print(f"data       {data}")
     saves = -(-plan.num_iterations // args.save_every) if args.save_every > 0 else 1
-    print(
-        f"checkpoint {saved / 1e9:.1f} GB, {saves} of them ({saves * saved / 1e9:.0f} GB) while the run lasts, then one"
-    )
+    kept = min(saves, args.keep_last) if args.keep_last > 0 else saves
+    print(f"checkpoint {saved / 1e9:.1f} GB, {kept} kept ({kept * saved / 1e9:.0f} GB), and one more while it is saved")
     print(f"a rank     {gib} GiB; activations come on top and grow with --device-batch-size")
     print(f"time       {expected_time(plan.total_flops, seeds, gpu, ranks)}")
     dry_run(args)
@@ -143,7 +145,7 @@ def run(args, common):
     spent = []
     for variant, flags in found.items():
         parsed = train_parser().parse_args([*common, *flags])
-        spent.append(describe(variant, flags, parsed, args.seeds, args.gpu, ranks))
+        spent.append(describe(variant, flags, parsed, args.seeds, args.gpu, ranks, args.source))
     total = sum(flops for _, flops in spent)
     print(f"\nall of it  {len(found)} variant(s): {expected_time(total, args.seeds, args.gpu, ranks)}")
     longest = _planned([*common, *preset_flags(LONGEST), "--target-flops", str(args.flops)], ranks)[2].total_tokens
@@ -161,6 +163,7 @@ def parse_args(argv):
     p.add_argument("--variants", default="baseline bov", help="names of presets; FLAG=VALUE,... after a colon")
     p.add_argument("--seeds", type=int, default=1, help="how many, for the hours")
     p.add_argument("--gpu", default="H100", help="name of the device, for the hours")
+    p.add_argument("--source", default="climbmix", help="of the training text")
     p.add_argument("--tolerance", type=float, default=0.005, help="of the matched parameters")
     return p.parse_args(argv[:split]), argv[split + 1 :]
 
