@@ -17,7 +17,7 @@ from pathlib import Path
 import yaml
 from filelock import FileLock
 
-from nanochat.common import file_sha256, get_base_dir
+from nanochat.common import file_sha256, first_line, get_base_dir
 from nanochat.core_prompts import FIELDS, check_items
 from nanochat.download import download
 
@@ -166,7 +166,7 @@ def read_tasks(bundle) -> list[Task]:
     try:
         tasks = [_task(bundle, entry) for entry in yaml.safe_load(path.read_text(encoding="utf-8"))["icl_tasks"]]
     except (OSError, yaml.YAMLError, KeyError, IndexError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: not a list of CORE tasks ({type(error).__name__}: {error})") from error
+        raise ValueError(f"{path}: not a list of CORE tasks ({type(error).__name__}: {first_line(error)})") from error
     if not tasks:
         raise ValueError(f"{path}: lists no task")
     labels = [task.label for task in tasks]

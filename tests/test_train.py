@@ -349,10 +349,10 @@ def test_core_while_training_goes_into_the_record(base, capsys):
 
 def test_core_that_cannot_be_computed_is_one_line_and_training_goes_on(base, capsys):
     bundle = write_bundle(base / "eval_bundle", {"own_mc": ("multiple_choice", 4)})
-    (bundle / "core.yaml").write_text("icl_tasks: [")
+    (bundle / "eval_data" / "own" / "own_mc.jsonl").write_text("{")
     folder = go("--num-iterations", "1", "--core-metric-every", "1")
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "CORE" in line]
-    assert "not evaluated at step 1" in line and "core.yaml" in line
+    assert "not evaluated at step 1" in line and "own_mc.jsonl" in line
     assert (folder / "DONE.json").exists()
 
 
