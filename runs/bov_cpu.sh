@@ -27,17 +27,20 @@ TARGET_TOKENS=2097152
 EVAL_EVERY=128
 EVAL_TOKENS=-1 # one pass over the held-out speeches
 SAVE_EVERY=128
+LR_SCALE=16 # of all rates: batches are 128 times smaller than those the rates are for; chosen on the baseline alone
 CHECK_TOKENS=65536 # of each split, scored again from the saved checkpoint
 NAME=bov_cpu
 
 if [ "${SMOKE:-0}" = 1 ]; then
     VOCAB_SIZE=1024 DEPTH=3 ASPECT_RATIO=40 SEQ_LEN=128 DEVICE_BATCH=16 TOTAL_BATCH=2048
     TARGET_TOKENS=50000 EVAL_EVERY=12 EVAL_TOKENS=8192 SAVE_EVERY=10 CHECK_TOKENS=4096 SAMPLE_TOKENS=32
+    LR_SCALE=1
     NAME=smoke
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # so small a model gains nothing from a second thread
 fi
 
-HOST_FLAGS=(--seed "$SEED" --target-tokens "$TARGET_TOKENS" "--eval-tokens=$EVAL_TOKENS" --save-every "$SAVE_EVERY")
+HOST_FLAGS=(--seed "$SEED" --target-tokens "$TARGET_TOKENS" "--eval-tokens=$EVAL_TOKENS" --save-every "$SAVE_EVERY"
+    --muon paper --lr-scale "$LR_SCALE")
 if [ -n "${NANOCHAT_UPSTREAM:-}" ]; then # flags that upstream does not have; its seed is always 42
     # shellcheck source=runs/_upstream.sh
     source runs/_upstream.sh
