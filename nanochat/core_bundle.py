@@ -51,6 +51,11 @@ BASELINES = {"v1": V1, "current": CURRENT}
 # ---------------------------------------------------------------------------- where it comes from
 
 
+def bundle_folder() -> Path:
+    """Where a fetched bundle is, or will be."""
+    return Path(get_base_dir(), "eval_bundle")
+
+
 def find_bundle(directory=None) -> Path:
     """The folder of a whole bundle: `directory`, or the base directory's, fetched and unpacked where it is not whole.
 
@@ -61,7 +66,8 @@ def find_bundle(directory=None) -> Path:
         if problem:
             raise ValueError(f"--eval-bundle {directory}: {problem}")
         return Path(directory)
-    target, archive = (Path(get_base_dir(), f"eval_bundle{suffix}") for suffix in ("", ".zip"))
+    target = bundle_folder()
+    archive = target.with_suffix(".zip")
     with FileLock(f"{archive}.lock"):
         if problem := lacks(target, archive):
             if target.exists():

@@ -16,8 +16,10 @@ from nanochat.common import atomic_write, jsonable, print0, progress, write_json
 from nanochat.core_bundle import (
     TASK_LISTS,
     V1,
+    bundle_folder,
     choose_tasks,
     find_bundle,
+    lacks,
     read_baselines,
     read_items,
     table_sha256,
@@ -192,6 +194,19 @@ def core_identity(settings: Settings, max_per_task, context) -> dict:
     return {"norm": settings.norm_used, "max_per_task": max(max_per_task, -1), "context": context}
 
 
+def check_settings(settings):
+    """Raise the ValueError of settings that cannot be met, as far as that shows without a download; on all ranks."""
+    if on_all_ranks(lambda: [settings.eval_bundle is not None or lacks(bundle_folder()) is None])[0]:
+        chosen(settings)
+
+
+def chosen(settings):
+    """(bundle, tasks, labels it lacks, baselines) of the settings, on all ranks; ValueError where one names nothing."""
+    bundle = Path(on_all_ranks(lambda: [str(find_bundle(settings.eval_bundle))])[rank_and_ranks()[0]])
+    tasks, missing = choose_tasks(bundle, settings.tasks)
+    return bundle, tasks, missing, read_baselines(bundle, settings.baselines, [task.label for task in tasks])
+
+
 def evaluate_core(model, tokenizer, device, max_per_task=-1, *, settings=None, store=None, say=print0) -> dict:
     """Evaluate all tasks on all ranks; `device` is the model's, `store` (rank 0) keeps what is finished.
 
@@ -204,9 +219,7 @@ def evaluate_core(model, tokenizer, device, max_per_task=-1, *, settings=None, s
     Raises ValueError for settings that cannot be met, RankFailure when a rank fails: finished tasks are kept.
     """
     settings = settings or Settings()
-    bundle = Path(on_all_ranks(lambda: [str(find_bundle(settings.eval_bundle))])[rank_and_ranks()[0]])
-    tasks, missing = choose_tasks(bundle, settings.tasks)
-    baselines = read_baselines(bundle, settings.baselines, [task.label for task in tasks])
+    bundle, tasks, missing, baselines = chosen(settings)
     kept = on_all_ranks(lambda: store.all_lines() if store else [])
     found, failed = {}, {}
 

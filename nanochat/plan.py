@@ -141,4 +141,5 @@ def dry_run(args):
     print0(f"rates      {rates}, weight decay {plan.weight_decay:.4f}")
     size = summary["train_bytes_per_rank"] / 2**30
     print0(f"memory     {size:.2f} GiB a rank for weights, gradients, optimizer state and logits")
+    print0("data       the last line's expected_epochs, shards and disk_bytes are of ClimbMix, whatever the text")
     print0(json.dumps(jsonable(summary)))

@@ -30,7 +30,7 @@ def draw_dots(section, style):
     figure, axis = plt.subplots(figsize=(WIDTH, 1.3 + 0.52 * len(rows)), layout="constrained")
     axis.axvline(0, color=BASELINE_COLOR, linewidth=1.4)
     for y, c in enumerate(rows):
-        _dot(axis, y, c, style[c.variant.name]["color"])
+        _dot(axis, y, c, style[c.variant.name])
     y = -0.5
     for found in groups[:-1]:
         y += len(found)
@@ -45,14 +45,15 @@ def draw_dots(section, style):
     return figure
 
 
-def _dot(axis, y, c, color):
-    ours, theirs = c.variant.bpb, c.baseline.bpb
+def _dot(axis, y, c, how):
+    ours, theirs, color = c.variant.bpb, c.baseline.bpb, how["color"]
     axis.plot([ours[s] - theirs[s] for s in c.seeds], [y - 0.24] * c.stat.n, ".", color=SEED_COLOR, markersize=6)
     if c.stat.low is not None:
         axis.plot([c.stat.low, c.stat.high], [y, y], color=color, linewidth=2.4, solid_capstyle="butt")
     face = color if c.stat.n > 1 else "white"
-    axis.plot([c.stat.mean], [y], "o", color=color, markerfacecolor=face, markersize=8, markeredgewidth=2)
+    axis.plot([c.stat.mean], [y], how["marker"], color=color, markerfacecolor=face, markersize=8, markeredgewidth=2)
     words = {"textcoords": "offset points", "ha": "center", "fontsize": 9}
+    words["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # the line at 0 would cross the number
     axis.annotate(f"{c.stat.mean:+.4f}", (c.stat.mean, y), (0, 7), **words)
 
 
@@ -69,6 +70,7 @@ def draw_repetition(series, style):
     """Difference to the baseline against passes over the text; `series`: {name: comparisons sorted by passes}."""
     figure, axis = plt.subplots(figsize=(WIDTH, 4.6 + 0.12 * len(series)), layout="constrained")
     axis.axhline(0, color=BASELINE_COLOR, linewidth=1.4)
+    ticks = sorted({round(c.variant.epochs, 2) for found in series.values() for c in found})
     for i, (name, found) in enumerate(series.items()):
         shift = 2 ** (0.018 * (2 * i - len(series) + 1))  # apart, where several stand at one number of passes
         stats = [c.stat for c in found]
@@ -76,9 +78,11 @@ def draw_repetition(series, style):
                 [(s.mean if s.high is None else s.high) - s.mean for s in stats]]  # fmt: skip
         passes = [c.variant.epochs * shift for c in found]
         means = [s.mean for s in stats]
-        axis.errorbar(passes, means, yerr=bars, capsize=4, label=name, elinewidth=1.4, **style[name])
+        first, last = (round(c.variant.epochs, 2) for c in (found[0], found[-1]))
+        whole = len(found) == sum(first <= tick <= last for tick in ticks)
+        how = style[name] if whole else style[name] | {"linestyle": "none"}  # none across passes nobody measured
+        axis.errorbar(passes, means, yerr=bars, capsize=4, label=name, elinewidth=1.4, **how)
     axis.set_xscale("log", base=2)
-    ticks = sorted({round(c.variant.epochs, 2) for found in series.values() for c in found})
     axis.set_xticks(ticks, [f"{p:.3g}" for p in ticks])
     axis.minorticks_off()
     axis.set_xlabel("passes over the training text")

@@ -335,6 +335,11 @@ def as_html(words) -> Markup:
     return Markup("").join(done)
 
 
+def unbroken(cell: str) -> str:
+    """An interval ("-0.02 to +0.01", "0.1 \u00b1 0.2") keeps to one line; a narrow table breaks before its bracket."""
+    return re.sub(r"(?<=\d) (to|\u00b1) (?=[-+\d])", "\u00a0\\1\u00a0", cell)
+
+
 def _emphasis(words) -> Markup:
     return Markup(re.sub(r"\*([^*\s][^*]*)\*", r"<em>\1</em>", str(escape(words))))
 
@@ -345,7 +350,7 @@ def render(template: str, facts: Facts, found, folder) -> str:
         loader=PackageLoader("nanochat", "templates"), undefined=StrictUndefined, keep_trailing_newline=True,
         autoescape=template.endswith(".html.j2"), trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    environment.filters |= {"markdown": as_markdown, "html": as_html}
+    environment.filters |= {"markdown": as_markdown, "html": as_html, "unbroken": unbroken}
     environment.globals["data_uri"] = lambda name: _data_uri(Path(folder, name))
     return environment.get_template(template).render(title=facts.title, blocks=found)
 

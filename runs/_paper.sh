@@ -211,7 +211,11 @@ tag_of() { # tag_of VARIANT SEED
 
 recall() { # recall TAG: a run whose record is in runs/results counts as finished, if its settings are the same
     local kept=$RESULTS/$1 here=$CHECKPOINTS/$1
-    if [ "$DRY_RUN" = 1 ] || [ "$NODE" != 0 ] || [ -d "$here" ] || [ ! -f "$kept/DONE.json" ]; then return; fi
+    if [ "$NODE" != 0 ] || [ -d "$here" ] || [ ! -f "$kept/DONE.json" ]; then return; fi
+    if [ "$DRY_RUN" = 1 ]; then
+        echo "(a record of it is in $RESULTS: not trained again where settings and data are the same)"
+        return
+    fi
     mkdir -p "$here.part" "$CHECKPOINTS"
     cp "$kept/metrics.jsonl" "$kept/DONE.json" "$here.part"
     mv "$here.part" "$here"

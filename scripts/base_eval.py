@@ -39,7 +39,7 @@ from nanochat.context_eval import ITEMS, evaluate_context
 from nanochat.core_audit import audit
 from nanochat.core_eval import RankFailure, context_of
 from nanochat.core_score import NORMS
-from nanochat.core_suite import Settings, Store, alone, core_identity, evaluate_core, write_csv
+from nanochat.core_suite import Settings, Store, alone, check_settings, core_identity, evaluate_core, write_csv
 from nanochat.dataloader import one_pass_loader, tokenizing_distributed_data_loader_bos_bestfit
 from nanochat.dataset import shard_sha256, split_paths
 from nanochat.engine import Engine
@@ -301,9 +301,11 @@ def main(argv=None):
         print("\n".join(audit(paper)))
         return
     modes = eval_modes(args.eval)
-    core_settings(args)  # refuses before anything is loaded
+    settings = core_settings(args)  # refuses before anything is loaded
     _, rank, _, _, device = compute_init(args.device_type or autodetect_device_type())
     checkpoint_dir, step = resolve_checkpoint("base", args.model_tag, args.step)
+    if "core" in modes:
+        check_settings(settings)  # not after hours of other modes
     model, tokenizer, _ = build_model(checkpoint_dir, step, device, "eval")
     tag = os.path.basename(checkpoint_dir)
     made_from = identity(checkpoint_dir, step, model, tokenizer) if rank == 0 else {}

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -364,9 +366,10 @@ def test_upstreams_script_on_this_package_finds_the_same(here, folder, bundle):
         (["--core-baselines", "none.csv"], "--core-baselines none.csv"),
     ],
 )
-def test_core_refuses(here, bundle, options, message):
+def test_core_refuses_before_other_modes_begin(here, bundle, options, message):
     with pytest.raises(ValueError, match=message):
-        evaluate("--eval", "core", "--eval-bundle", str(bundle), *options)
+        evaluate("--eval", "sample,bpb,core", "--split-tokens", "64", "--eval-bundle", str(bundle), *options)
+    assert not result_path(here).exists()
 
 
 def test_the_papers_audit_needs_no_model(capsys):
@@ -400,6 +403,24 @@ def test_bpb_of_other_texts_counts_every_byte(here, tmp_path):
             row = torch.tensor([tokens[start : start + 17]])
             nats += model(row[:, :-1], row[:, 1:], loss_reduction="sum").item()
     assert found["bpb"] == pytest.approx(nats / math.log(2) / size, rel=1e-4) and "bpb" not in result(here)
+
+
+def test_bpb_of_a_data_set_of_the_hub_is_that_of_the_same_texts_in_files(here, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    texts = ["Schöne Grüße vom Café. " * 9, "kurz und gut", "   ", "one more"]
+    (tmp_path / "rows").mkdir()  # `datasets` takes a folder of files for a data set, as it does a name of the hub
+    rows = pa.table({"id": list(range(4)), "body": texts})
+    pq.write_table(rows, tmp_path / "rows" / "test.parquet")
+    for i, text in enumerate(texts):
+        (tmp_path / f"{i}.txt").write_text(text, encoding="utf-8")
+    found = []
+    for source in (f"hf:{tmp_path}/rows:test:body", f"text:{tmp_path}/*.txt"):
+        evaluate("--eval", "bpb", "--source", source, "--split-tokens=-1")
+        found.append(result(here)["source_bpb"]["bpb"])
+        assert result(here)["source_bpb"]["source"] == source
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+    with pytest.raises(ValueError, match="no text column 'text', only id, body"):
+        evaluate("--eval", "bpb", "--source", f"hf:{tmp_path}/rows:test")
 
 
 def test_one_file_is_one_document_and_all_its_bytes_count(here, tmp_path):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from nanochat import report_findings, report_words
 from nanochat.report import coefficients, difference_curve, final_bpb, load_run, row
-from nanochat.report_page import as_html, as_markdown
+from nanochat.report_page import as_html, as_markdown, unbroken
 from nanochat.report_plots import unit
 from nanochat.report_tables import run_table, screen
 from nanochat.report_variants import baseline_runs, compare, group
@@ -251,6 +251,12 @@ def test_both_pages_hold_the_same_tables(pair, tmp_path):
     page = Page((out / "report.html").read_text())
     assert len(page.all("tr")) == len([line for line in lines if not line.startswith("| ---")])
     assert len(page.all("table")) == len(lines) - len(page.all("tr"))
+
+
+def test_intervals_keep_to_one_line():
+    assert unbroken("0.32 (-0.0229 to +0.0109)") == "0.32 (-0.0229\u00a0to\u00a0+0.0109)"
+    assert unbroken("-0.1 \u00b1 0.2") == "-0.1\u00a0\u00b1\u00a00.2"
+    assert unbroken("layers 4 to 5, going to bed") == "layers 4\u00a0to\u00a05, going to bed"
 
 
 @settings(max_examples=100, deadline=None)

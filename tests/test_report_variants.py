@@ -8,8 +8,10 @@ from nanochat import report_findings
 from nanochat.bov.presets import PRESETS
 from nanochat.paper import read_paper
 from nanochat.report import load_run, row
+from nanochat.report_figures import draw_repetition
 from nanochat.report_page import gather, repetition
 from nanochat.report_paper import AGREES, DISAGREES, OPEN, TABLES, beside, groups_of, orderings
+from nanochat.report_plots import styles
 from nanochat.report_series import bpb_curve, costs, final_coefficients, gap_curve
 from nanochat.report_stats import paired
 from nanochat.report_tables import result_table, screen
@@ -235,6 +237,20 @@ def test_repetition_from_the_fewest_passes_to_the_most(tmp_path):
     found = [(c.variant.epochs, round(c.stat.mean, 6)) for c in series["paper/bov"]]
     assert found == [(0.9, -0.02), (1.8, 0), (3.6, 0.01)]
     assert "-0.0200 at 0.90 passes" in report_findings.repetition_words(series)[0]
+
+
+def test_no_line_across_passes_that_nobody_measured(tmp_path):
+    shelf = Shelf(tmp_path)
+    for part, passes in ((1.0, 0.9), (0.5, 1.8), (0.25, 3.6)):
+        more = {"data": {"train_part": part}, "expected_epochs": passes}
+        shelf.add(values=[1.4, 1.41], **more).add("paper/bov", [1.39, 1.4], **more)
+        if part != 0.5:
+            shelf.add("fig5b/shared", [1.38, 1.39], **more)
+    (section,) = compare(shelf.variants())
+    series = repetition(section)
+    figure = draw_repetition(series, styles(series))
+    drawn = {box.get_label(): box.lines[0].get_linestyle() for box in figure.axes[0].containers}
+    assert drawn == {"paper/bov": "-", "fig5b/shared": "None"}
 
 
 def test_no_repetition_among_equal_passes(tmp_path):

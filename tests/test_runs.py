@@ -433,6 +433,9 @@ def test_recorded_runs_are_recalled_where_there_is_none(stand_in, tmp_path):
     assert (recalled / "DONE.json").read_text() == "DONE.json of d24_flops_baseline_s0"
     assert not (half / "metrics.jsonl").exists(), "a run at work goes on"
     assert [line for line in calls if "base_train" in line and "baseline" in line], "the trainer checks the settings"
+    env = {"SCALE": "cpu", "BUDGET": "tokens", "SEEDS": "0", "NANOCHAT_BASE_DIR": str(tmp_path / "none")}
+    _, dry = ablations("fig5b/shared", **env)
+    assert dry.count("(a record of it is in") == 2, "the repository has records of both"
 
 
 # ---------------------------------------------------------------------------- pure functions
