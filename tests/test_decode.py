@@ -95,6 +95,18 @@ def test_bf16_decoding_is_within_its_rounding(fields, strategy, monkeypatch):
         torch.testing.assert_close(logits[1, 0], full[1, 134 + step], rtol=0, atol=bound)
 
 
+@pytest.mark.parametrize("axes", POINTS, ids=lambda axes: "-".join(map(str, axes.values())))
+def test_bf16_decoding_at_every_point(axes, monkeypatch):
+    """2e-2 of the largest logit, with a V cache and without, past the windows of 128 and 130."""
+    monkeypatch.setattr(gpt, "COMPUTE_DTYPE", torch.bfloat16)
+    model = build(**axes, bov_layers="1,3", ve_layers="every:2", window_pattern="SL", sequence_len=130).eval()
+    ids = torch.randint(0, 50, (2, 136))
+    full = model(ids)
+    for strategy in STRATEGIES if len(model.value_layers) < 4 else ("auto",):
+        logits = decoded(model, ids, (9, 121), cache_of(model, 2, 136, strategy, dtype=torch.bfloat16))
+        torch.testing.assert_close(logits, full, rtol=0, atol=2e-2 * full.abs().max().item())
+
+
 @settings(deadline=None, max_examples=25)
 @given(
     chunks=st.lists(st.integers(1, 9), max_size=4),
@@ -332,7 +344,7 @@ def test_a_cache_goes_on_after_a_forward_that_was_interrupted(strategy, kept, sm
     model = build(**preset("paper/bov") | {"smear": smear}, sequence_len=64).eval()
     ids = torch.randint(0, 50, (2, 20))
     cache = cache_of(model, 2, 20, strategy, value_layers=None if kept else "model")
-    first = decoded(model, ids[:, :10], (7,), cache)
+    first = decoded(model, ids[:, :4], (3,), cache)
 
     def stop(x):
         raise KeyboardInterrupt
@@ -340,8 +352,8 @@ def test_a_cache_goes_on_after_a_forward_that_was_interrupted(strategy, kept, sm
     with monkeypatch.context() as patch:
         patch.setattr(model.transformer.h[3].mlp, "forward", stop)
         with pytest.raises(KeyboardInterrupt):
-            model(ids[:, 10:12], kv_cache=cache)
-    rest = decoded(model, ids[:, 10:], (3,), cache)
+            model(torch.randint(0, 50, (2, 14)), kv_cache=cache)
+    rest = decoded(model, ids[:, 4:], (3,), cache)
     torch.testing.assert_close(torch.cat([first, rest], 1), model(ids), rtol=1e-5, atol=1e-5)
 
 

@@ -455,6 +455,28 @@ def test_samples_of_one_prompt_decode_without_values_as_with(strategy):
     assert engine.generate_batch(prompt, **options) == kept.generate_batch(prompt, **options)
 
 
+@pytest.mark.parametrize("strategy", ["gather", "pooled"])
+def test_the_caches_of_an_engine_hold_what_is_needed(strategy, monkeypatch):
+    """V of the layers that need it, positions for prompt and continuation, and the strategy that was asked for."""
+    engine, made = bov_engine(strategy=strategy), []
+
+    class Noted(KVCache):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            made.append(self)
+
+    monkeypatch.setattr("nanochat.engine.KVCache", Noted)
+    engine.generate_many([[BOS], [BOS, 1, 2]], max_tokens=4)
+    engine.generate_batch([BOS, 1], num_samples=2, max_tokens=4)
+    engine.generate_batch([BOS, 1], max_tokens=4)
+    assert sorted((cache.batch_size, cache.max_seq_len) for cache in made) == [
+        (1, 1), (1, 2), (1, 3), (1, 6), (2, 6), (2, 7),
+    ]  # fmt: skip
+    for cache in made:
+        assert len(cache.v_cache) == len(engine.model.value_layers) < len(cache.k_cache)
+        assert cache.history.strategy == strategy
+
+
 def test_more_tokens_than_rotary_positions_are_refused_before_any_is_made():
     engine = bov_engine()
     with pytest.raises(ValueError, match="2 tokens of prompt and 640 more pass the 640 positions"):

@@ -1,10 +1,13 @@
 """Tables on the device, in host memory and in a file: the same bits, no byte more than asked for, damage named."""
 
+import ast
 import gc
 import json
 import os
 import struct
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -170,6 +173,17 @@ def test_whole_tensors_are_those_of_the_formats_own_library(path):
     file, expected = SafetensorsFile(path), load_file(path)
     assert sorted(file.keys()) == sorted(expected) and file.metadata == {"format": "pt"}
     assert all(same_bits(file.tensor(key).flatten(), expected[key].flatten()) for key in expected)
+
+
+def test_the_contribution_imports_torch_alone():
+    """Late imports too: the standard library, torch, itself, and Triton, without which it does."""
+    for path in Path(placement.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) else []
+            for name in names:
+                known = name.split(".")[0] in {"torch", "triton", *sys.stdlib_module_names}
+                assert known or name.startswith("nanochat.bov"), f"{path.name} imports {name}"
 
 
 @pytest.mark.parametrize("dtype", placement.DTYPES.values(), ids=placement.DTYPES)
