@@ -103,7 +103,7 @@ def draw_final_coefficients(variants, style):
     figure, axis = plt.subplots(figsize=(WIDTH, 4.6 + 0.12 * len(lines)), layout="constrained")
     for i, (variant, name) in enumerate(lines):
         points = [point for (_, other), point in found[variant].items() if other == name]
-        shift = 0.24 * (i / max(1, len(lines) - 1) - 0.5)  # apart, where several have one value
+        shift = 0.24 * (i + 0.5 - len(lines) / 2) / len(lines)  # apart, where several have one value
         bars = [[p.mean - p.low for p in points], [p.high - p.mean for p in points]]
         how = style[variant.name] | {"linestyle": _dash(name), "linewidth": 1.6}
         axis.errorbar(
@@ -111,7 +111,8 @@ def draw_final_coefficients(variants, style):
             label=f"{variant.name}: {name}", **how,
         )  # fmt: skip
     axis.axhline(0, color=BASELINE_COLOR, linewidth=0.8)
-    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    layers = sorted({layer for points in found.values() for layer, _ in points})
+    axis.set_xticks(layers[:: -(-len(layers) // 16)])
     axis.set_xlabel("layer, counted from 0")
     axis.set_ylabel("coefficient at the end of training")
     legend(figure, axis)

@@ -8,7 +8,7 @@ from nanochat import report_findings
 from nanochat.bov.presets import PRESETS
 from nanochat.paper import read_paper
 from nanochat.report import load_run, row
-from nanochat.report_figures import draw_repetition
+from nanochat.report_figures import draw_final_coefficients, draw_repetition
 from nanochat.report_page import gather, repetition
 from nanochat.report_paper import AGREES, DISAGREES, OPEN, TABLES, beside, groups_of, orderings
 from nanochat.report_plots import styles
@@ -251,6 +251,12 @@ def test_no_line_across_passes_that_nobody_measured(tmp_path):
     figure = draw_repetition(series, styles(series))
     drawn = {box.get_label(): box.lines[0].get_linestyle() for box in figure.axes[0].containers}
     assert drawn == {"paper/bov": "-", "fig5b/shared": "None"}
+
+
+def test_pictures_of_coefficients_name_the_layers(tmp_path):
+    variants = Shelf(tmp_path).add("paper/bov", [1.39, 1.37]).variants()
+    figure = draw_final_coefficients(variants, styles(["paper/bov"]))
+    assert list(figure.axes[0].get_xticks()) == [4, 5]
 
 
 def test_no_repetition_among_equal_passes(tmp_path):
