@@ -15,6 +15,7 @@ import sys
 from collections import defaultdict
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 
 import torch
 
@@ -284,7 +285,7 @@ def draw(args, path):
                 saved = [100 * memory.shares(sizes, plot_point(args, round(x)))[name] for x in points]
                 axis.plot(points, saved, color=color, label=f"vocabulary {vocab:,}")
             panel(axis, name, limit, f", batch {args.batch[0]}" if args.window_policy == "ring" else "")
-        figure.savefig(path)
+        figure.savefig(path, format=Path(path).suffix[1:] or "png")  # else a name without one is not the file's
         plt.close(figure)
 
 
@@ -365,9 +366,9 @@ def main(argv=None):
 if __name__ == "__main__":
     try:
         main()
-    except (ValueError, FileNotFoundError) as error:
+    except BrokenPipeError:  # | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (ValueError, OSError) as error:
         sys.exit(f"bov_memory: {error}")
     except KeyboardInterrupt:
         sys.exit("\nbov_memory: stopped")
-    except BrokenPipeError:  # | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -434,17 +434,19 @@ def main(argv=None):
         print(f"loops of decoding: {'compiled' if problem is None else f'not compiled ({problem})'}", flush=True)
     found = suite(args, device, problem) if args.suite else measure(args, device)
     found = jsonable(found)
-    if args.out:
-        write_json(args.out, found)
-        print(f"written: {args.out}")
-    print(json.dumps(found))
+    try:
+        if args.out:
+            write_json(args.out, found)
+            print(f"written: {args.out}")
+    finally:  # a file that cannot be written takes no measurement with it
+        print(json.dumps(found))
     compute_cleanup()
 
 
 if __name__ == "__main__":
     try:
         main()
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"infer_bench: {error}")
     except KeyboardInterrupt:
         sys.exit("\ninfer_bench: stopped")

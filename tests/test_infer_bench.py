@@ -149,6 +149,25 @@ def test_export_at_every_placement(placement, base_dir, capsys):
     assert found["bov_placement"] == placement
 
 
+def test_a_file_that_cannot_be_written_takes_no_measurement_with_it(tmp_path, capsys):
+    out = tmp_path / "x.json"
+
+    def run(*args, **options):
+        out.mkdir()
+        return []
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="x.json"):
+        patch.setattr("scripts.infer_bench.Sweep.run", run)
+        main([*TINY, "--contexts", "20", "--out", str(out)])
+    assert UPSTREAM <= last_line(capsys).keys()
+
+
+def test_a_suite_refuses_a_vocabulary_before_it_measures(capsys):
+    with pytest.raises(ValueError, match="--vocab-size 100: the mmap part"):
+        main([*TINY, "--vocab-size", "100", "--suite", "attention,mmap", "--contexts", "20", "--rounds", "2"])
+    assert "pooled" not in capsys.readouterr().out
+
+
 def test_ids_of_a_text(base_dir, capsys):
     (base_dir / "text.txt").write_text("words and more words, " * 40)
     main([*TINY, "--contexts", "25", "--rounds", "2", "--ids", str(base_dir / "text.txt")])

@@ -430,7 +430,8 @@ def test_nothing_to_plot(flags, message, tmp_path):
     assert not (tmp_path / "x.png").exists()
 
 
-def test_plot(tmp_path, capsys):
-    path = tmp_path / "saved.png"
+@pytest.mark.parametrize("name", ["saved.png", "saved"])
+def test_plot(name, tmp_path, capsys):
+    path = tmp_path / name
     bov_memory.main(["--plot", str(path), "--vocabs", "1000,32768,151936"])
     assert path.read_bytes().startswith(b"\x89PNG") and f"written: {path}" in capsys.readouterr().out

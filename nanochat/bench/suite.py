@@ -13,7 +13,7 @@ import torch
 
 from nanochat.bench import layer as decode_layer
 from nanochat.bench.layer import PARTS, WITH_V, Layer, Shape, bytes_needed, ways_on
-from nanochat.bench.resident import mmap
+from nanochat.bench.resident import mmap, stand_in_tokenizer
 from nanochat.bench.sides import (
     WARMUP,
     IdSource,
@@ -374,6 +374,8 @@ def run_suite(setting: Setting, sections, save) -> dict:
     """
     if count_banks(setting.config) == 0:
         raise ValueError("--suite compares layers without a V cache, and this model has none: use --preset paper/bov")
+    if "mmap" in sections:
+        stand_in_tokenizer(setting.config.vocab_size)  # refuses a size before anything is measured
     results, models = {}, None
     for name in sections:
         print(f"{name}", flush=True)
