@@ -6,6 +6,7 @@ python -m scripts.bov_sample --export out/d6_bov --bov-placement mmap
 
 import argparse
 import codecs
+import os
 import sys
 
 from nanochat.bov.decode import STRATEGIES
@@ -76,7 +77,9 @@ def main(argv=None):
 if __name__ == "__main__":
     try:
         main()
-    except (ValueError, FileNotFoundError) as error:
+    except BrokenPipeError:  # | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (ValueError, OSError) as error:
         sys.exit(f"bov_sample: {error}")
     except KeyboardInterrupt:
         sys.exit("\nbov_sample: stopped")

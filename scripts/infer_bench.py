@@ -446,6 +446,8 @@ def main(argv=None):
 if __name__ == "__main__":
     try:
         main()
+    except BrokenPipeError:  # | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError) as error:
         sys.exit(f"infer_bench: {error}")
     except KeyboardInterrupt:

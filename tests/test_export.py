@@ -442,3 +442,12 @@ def test_the_script_ends_with_one_sentence(tmp_path, checkpoint):
     command = [sys.executable, "-m", "scripts.bov_export", "--out", "."]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and "bov_export: --out . holds base_checkpoints" in done.stderr.splitlines()[-1]
+
+
+def test_a_reader_that_leaves_ends_the_sample_quietly(tmp_path, tokenizer):
+    export(make(**BANK), tokenizer, tmp_path / "out")
+    command = f"-m scripts.bov_sample --device-type cpu --max-tokens 150 --export {tmp_path}/out"
+    sample = [sys.executable, *command.split()]
+    with subprocess.Popen(sample, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        running.stdout.close()
+        assert "Traceback" not in running.stderr.read() and running.wait(timeout=120) == 0
