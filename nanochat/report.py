@@ -69,7 +69,10 @@ def load_run(folder) -> Run:
     metrics = folder / "metrics.jsonl"
     if not metrics.is_file():
         raise ValueError(f"{folder}: no metrics.jsonl there; give the checkpoint folder of a training run")
-    records = read_metrics(metrics)
+    try:
+        records = read_metrics(metrics)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{metrics}: damaged, not text at byte {error.start}; leave the run out") from error
     if not records or not all(isinstance(record, dict) for record in records) or records[0].get("kind") != "header":
         raise ValueError(f"{metrics}: the first line is no header; the run did not start, or this is another file")
     done = _optional_json(folder / "DONE.json")

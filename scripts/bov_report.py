@@ -43,8 +43,8 @@ def report(folders, out, baseline=None, samples=(), title=None) -> tuple[str, li
     """Write the report of the runs in `folders` into `out`; returns (the tables for the screen, names of pictures)."""
     runs = [load_run(folder) for folder in folders]
     names = [run.name for run in runs]
-    if len(set(names)) < len(names):
-        raise ValueError(f"two runs have the same folder name ({', '.join(names)}); rename one")
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"two runs have the same folder name ({', '.join(twice)}); give a run once, or rename one")
     facts = gather(runs, read_paper(), baseline, [read_sample(sample, names) for sample in samples], title)
     return on_screen(facts), write(facts, out)
 
@@ -62,7 +62,7 @@ def main(argv=None):
     out = Path(args.out or Path(get_base_dir()) / "report")
     try:
         shown, pictures = report(args.run_dir, out, args.baseline, args.sample, args.title)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"bov_report: {error}")
     print(f"\n{shown}\n")
     for kind, name in [("report", "report.md"), ("report", "report.html"), *(("picture", name) for name in pictures)]:
