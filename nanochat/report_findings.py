@@ -161,11 +161,23 @@ def limits(variants, sections) -> list[str]:
             "the paper's models have 135M and 780M and saw 2B to 100B. "
             "At this scale nothing is proved about the paper's numbers, whether the two agree or not."
         )
+    said += _precision(variants)
     said += [_twice(v) for v in variants if len({run.seed for run in v.runs}) < len(v.runs)]
     commits = {(run.header.get("commit") or "?").rstrip("+") for v in variants for run in v.runs}
     if len(commits) > 1:
         said.append(f"The runs were made by {len(commits)} commits of the code; the last table names them.")
     return said
+
+
+def _precision(variants):
+    dtypes = {str(run.header.get("dtype", "torch.bfloat16")).removeprefix("torch.") for v in variants for run in v.runs}
+    if dtypes == {"bfloat16"}:
+        return []
+    some, others = "Some runs" if "bfloat16" in dtypes else "The runs", ", ".join(sorted(dtypes - {"bfloat16"}))
+    return [
+        f"{some} were computed in {others}, the paper's in bfloat16. There, at the paper's rates, a table's decay is "
+        "rounded away; in float32 it shrinks rows that the batches lack."
+    ]
 
 
 def _twice(variant):

@@ -10,7 +10,20 @@ from nanochat.report_words import power
 
 TABLES = ("table1", "table2", "table3")
 TOLERANCE = 0.01  # of the paper's FLOPs or tokens
-SETTING = {"source": "climbmix", "vocab_size": 32768, "sequence_len": 2048}
+SETTING = {
+    "source": "climbmix", "train_part": 1.0, "vocab_size": 32768, "sequence_len": 2048, "window_pattern": "SSSL",
+    "muon": "paper", "dtype": "bfloat16",
+}  # fmt: skip
+SIZES = {  # layers -> what else the paper's models have; rates and decay as at the start
+    12: {
+        "n_embd": 768, "n_head": 6, "n_kv_head": 6, "total_batch_size": 2**19, "matrix_lr": 0.02,
+        "weight_decay": 0.28,
+    },
+    24: {
+        "n_embd": 1536, "n_head": 12, "n_kv_head": 12, "total_batch_size": 2**20, "matrix_lr": 0.0283,
+        "weight_decay": 0.0597,
+    },
+}  # fmt: skip
 AGREES, DISAGREES, OPEN = "agrees", "disagrees", "cannot be told"
 
 
@@ -50,19 +63,37 @@ def same_point(variant: Variant, preset: str) -> bool:
 
 def differs(variant: Variant, table: dict) -> str:
     """How a variant's configuration is not the paper's, in words; "" where it is."""
-    config, plan = variant.first.config, variant.first.plan
-    layers, theirs = config.get("n_layer", "?"), table["n_layer"]
+    plan, own = variant.first.plan, _setting(variant.first)
+    layers, theirs = own.get("n_layer", "?"), table["n_layer"]
     found = [] if layers == theirs else [f"{layers} layers, not {theirs}"]
     budget, ours = ("flops", variant.flops) if "flops" in table else ("tokens", plan.get("total_tokens"))
     if not ours or abs(ours / table[budget] - 1) > TOLERANCE:
         found.append(f"not {power(table[budget])} {budget.replace('flops', 'FLOPs')}")
-    values = config | {"source": variant.first.data.get("source")}
+    wanted = SETTING | (SIZES[theirs] if layers == theirs else {})
     found += [
-        f"{name.replace('_', ' ')} {values.get(name)}, not {value}"
-        for name, value in SETTING.items()
-        if values.get(name) != value
+        f"{name.replace('_', ' ')} {_short(own.get(name))}, not {_short(value)}"
+        for name, value in wanted.items()
+        if not _same(own.get(name), value)
     ]
     return "; ".join(found)
+
+
+def _setting(run) -> dict:
+    """What SETTING and SIZES are compared with; older headers do not name the optimizer, which was the paper's."""
+    own = run.config | {name: run.plan.get(name) for name in ("total_batch_size", "weight_decay")}
+    own |= {"matrix_lr": (run.plan.get("lr") or {}).get("matrix"), "muon": run.header.get("muon", "paper")}
+    own |= {"source": run.data.get("source"), "train_part": run.data.get("train_part", 1.0)}
+    return own | {"dtype": str(run.header.get("dtype")).removeprefix("torch.")}
+
+
+def _same(own, theirs) -> bool:
+    if isinstance(own, float) and isinstance(theirs, float):
+        return abs(own / theirs - 1) <= TOLERANCE
+    return own == theirs
+
+
+def _short(value) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def groups_of(variants, sections: list[Section]) -> list[list[Variant]]:

@@ -58,22 +58,23 @@ def test_killed_writer_costs_at_most_the_last_line(tmp_path_factory, data):
         ("", "no header"),
         ('{"kind": "train", "step": 1}\n', "no header"),
         ('{"kind": "header"}\n[1]\n', "another file"),
+        (b'{"kind": "header"}\n\xff\xfe\n', "not text at byte 19"),
     ],
-    ids=["no file", "empty", "no header", "no object"],
+    ids=["no file", "empty", "no header", "no object", "no text"],
 )
 def test_unreadable_run_is_named(tmp_path, content, message):
     folder = tmp_path / "some_run"
     folder.mkdir()
     if content is not None:
-        (folder / "metrics.jsonl").write_text(content)
+        (folder / "metrics.jsonl").write_bytes(content.encode() if isinstance(content, str) else content)
     with pytest.raises(ValueError, match=message) as error:
         load_run(folder)
     assert "some_run" in str(error.value)
 
 
 def test_folder_names_must_differ(tmp_path):
-    folders = write_run(tmp_path / "a" / "bov"), write_run(tmp_path / "b" / "bov")
-    with pytest.raises(ValueError, match="same folder name"):
+    folders = write_run(tmp_path / "a" / "bov"), write_run(tmp_path / "b" / "bov"), write_run(tmp_path / "other")
+    with pytest.raises(ValueError, match=r"same folder name \(bov\)"):
         bov_report.report(folders, tmp_path / "out")
 
 
@@ -168,6 +169,14 @@ def test_report_says_one_seed_and_small_scale_only_where_true(tmp_path):
     two = Shelf(tmp_path / "two").add(values=[1.4, 1.41]).add("paper/bov", [1.39, 1.39]).folders
     assert "one seed" in limits_of(*one) and "nothing is proved" in limits_of(*one)
     assert "one seed" not in limits_of(*two) and "2 seeds" in limits_of(*two)
+
+
+def test_report_says_where_the_precision_is_not_the_papers(tmp_path):
+    half = write_run(tmp_path / "half", "paper/bov", BOV)
+    whole = write_run(tmp_path / "whole", "paper/bov", BOV, dtype="torch.float32")
+    assert "computed in" not in limits_of(half)
+    assert "The runs were computed in float32, the paper's in bfloat16" in limits_of(whole)
+    assert "Some runs were computed in float32" in limits_of(half, whole)
 
 
 def test_whole_report(pair, tmp_path, capsys):
@@ -265,6 +274,12 @@ def test_no_text_becomes_markup(text):
     page = Page(str(as_html(text)))
     assert {tag for tag, _ in page.tags} <= {"code", "em"}
     assert "<" not in re.sub("`[^`]*`", "", as_markdown(text.replace("`", "")))
+
+
+def test_a_folder_that_cannot_be_written_is_a_plain_error(pair, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match="bov_report: .*file"):
+        bov_report.main([*map(str, pair), "--out", str(tmp_path / "file")])
 
 
 @pytest.mark.parametrize("sample", ["bov_s42", "nobody=x", "bov_s42=/no/such/file"])

