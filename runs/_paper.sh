@@ -38,7 +38,9 @@ words_of "${VARIANTS:-baseline bov}"
 VARIANTS=(${words[@]+"${words[@]}"})
 [ ${#SEEDS[@]} -gt 0 ] || die "SEEDS is empty: use whole numbers, as in \"0 1 2\""
 [ ${#VARIANTS[@]} -gt 0 ] || die "VARIANTS is empty: use baseline, bov or names of presets"
-for seed in "${SEEDS[@]}"; do [[ $seed =~ ^[0-9]+$ ]] || die "SEEDS: $seed is not a whole number"; done
+for seed in "${SEEDS[@]}"; do # 07 would be 7 once more, and torch takes no number of 20 digits
+    [[ $seed =~ ^(0|[1-9][0-9]{0,8})$ ]] || die "SEEDS: $seed is not a whole number of at most 9 digits, as in \"0 1 2\""
+done
 VOCAB_SIZE=32768
 TOKENIZER_SHARDS=10 # hold the 2 billion characters that the tokenizer reads
 EVAL_EVERY=250
@@ -92,6 +94,8 @@ if [ $DEVICE = cuda ] && [ "$gpus" -gt 0 ]; then
     if [ -z "$NPROC" ]; then # the largest power of two: it divides the batch
         NPROC=1
         while [ $((NPROC * 2)) -le "$gpus" ]; do NPROC=$((NPROC * 2)); done
+    elif [ "$NPROC" -gt "$gpus" ] && [ "$DRY_RUN" != 1 ]; then
+        die "NPROC (or PET_NPROC_PER_NODE) = $NPROC: $gpus GPU(s) are visible"
     fi
 elif [ "$DRY_RUN" = 1 ] || [ $DEVICE = cpu ]; then
     NPROC=${NPROC:-8}

@@ -24,10 +24,11 @@ repeated=({baseline,bov}:train-part=0.5 {baseline,bov}:train-part=0.25 {baseline
 LR_SCALE=16 # for batches of 4,096 tokens; chosen on the baseline alone, runs/LOG.md
 
 if [[ ${1:-} == -* ]]; then usage 2 7 ablations.sh; fi # variants are no flags
+if [ "${SCALE:-gpu}" = cpu ]; then BUDGET=${BUDGET:-tokens}; fi # that of the records
 if [ $# -gt 0 ]; then
     VARIANTS="baseline $*"
 elif [ "${SCALE:-gpu}" = cpu ]; then
-    BUDGET=${BUDGET:-tokens} VARIANTS=${VARIANTS:-${components[*]} ${repeated[*]}}
+    VARIANTS=${VARIANTS:-${components[*]} ${repeated[*]}}
 else
     VARIANTS=${VARIANTS:-${table1[*]} ${fig5b[*]}}
 fi

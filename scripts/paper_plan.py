@@ -21,6 +21,7 @@ from scripts.base_train import parser as train_parser
 PRESETS = {"baseline": "paper/baseline", "bov": "paper/bov"}
 LONGEST = "fig5b/every_layer"  # fewest FLOPs a token, so most tokens for given FLOPs
 ASSUMED_MFU = 0.4
+NOT_A_VARIANTS = {"seed", "model-tag", "resume", "run", "preset"}  # set for every run by runs/_paper.sh
 
 
 def matched_mlp_hidden(total: int, target: int, n_layer: int, n_embd: int, multiple=128, tolerance=0.005) -> int:
@@ -62,6 +63,8 @@ def preset_flags(variant: str) -> list[str]:
         flag, equals, value = change.partition("=")
         if change and not equals and len(flags) > 2:  # a list of layers has commas too
             flags[-1] += f",{change}"
+        elif flag in NOT_A_VARIANTS:
+            raise ValueError(f"variant {variant!r}: --{flag} is set for each run; SEEDS says the seeds")
         elif flag and value:
             flags += [f"--{flag}", value]
         else:

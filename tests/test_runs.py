@@ -155,6 +155,8 @@ def test_dry_run_without_any_environment(tmp_path):
         ({"NPROC": "0"}, "use a number of ranks"),
         ({"PET_NPROC_PER_NODE": "gpu"}, "use a number of ranks"),
         ({"SEEDS": "0,1"}, "0,1 is not a whole number"),
+        ({"SEEDS": "7 07"}, "07 is not a whole number"),
+        ({"SEEDS": "9" * 20}, "9 is not a whole number of at most 9 digits"),
         ({"SEEDS": " "}, "SEEDS is empty"),
         ({"VARIANTS": "\n"}, "VARIANTS is empty"),
         ({"SCALE": "cpu"}, "only runs/ablations.sh"),
@@ -209,6 +211,24 @@ def test_ranks_are_visible_gpus_that_divide_the_batch(tmp_path, visible, ranks):
         12, DRY_RUN="1", NANOCHAT_PYTHON="/nowhere/python", CUDA_VISIBLE_DEVICES=visible, PATH=gpu_path(tmp_path)
     )
     assert f"--nproc_per_node={ranks} " in done.stdout and "--gpu NVIDIA\\ H200" in done.stdout
+
+
+@NO_BASH
+def test_more_ranks_than_gpus_can_be_planned_and_not_run(tmp_path):
+    env = dict(NANOCHAT_PYTHON="/nowhere/python", CUDA_VISIBLE_DEVICES="0,1", PATH=gpu_path(tmp_path), NPROC="8")
+    done = script(12, **env)
+    assert done.returncode == 2 and done.stderr == "NPROC (or PET_NPROC_PER_NODE) = 8: 2 GPU(s) are visible\n"
+    assert "--nproc_per_node=8 " in script(12, DRY_RUN="1", **env).stdout
+
+
+@pytest.mark.parametrize("depth, rows", [(12, 32), (24, 16)])
+@pytest.mark.parametrize("ranks", [1, 4, 8])
+def test_the_total_batch_is_the_same_on_any_number_of_gpus(depth, rows, ranks):
+    script_text = (ROOT / f"runs/bov_d{depth}.sh").read_text()
+    assert f"DEVICE_BATCH:-{rows}" in script_text
+    flags = ["--preset", "paper/bov", "--muon", "paper", "--depth", str(depth), "--target-flops", "1e19"]
+    _, plan = plan_run(parser().parse_args([*flags, "--device-batch-size", str(rows)]), 32768, ranks)
+    assert plan.total_batch_size == SIZES[depth][2] == rows * 2048 * ranks * plan.grad_accum_steps
 
 
 @NO_BASH
@@ -284,6 +304,12 @@ def test_every_standard_attention_is_widened_to_match():
     assert [args.mlp_hidden for args, _, _ in plans] == [8448, 8448, 8448, 4096, None, None]
     assert [plan.weight_decay for _, _, plan in plans[:3]] == pytest.approx([0.28, 0.28, 0.1], rel=1e-9)
     assert len({(plan.total_tokens, plan.total_batch_size) for _, _, plan in plans}) == 1
+
+
+@pytest.mark.parametrize("flags", ["seed=5", "model-tag=x", "bov-coeff=head,run=y"])
+def test_what_each_run_has_of_its_own_is_no_variant(flags):
+    with pytest.raises(ValueError, match="is set for each run"):
+        paper_plan.preset_flags(f"bov:{flags}")
 
 
 @pytest.mark.parametrize("variant", ["bov:", "bov:bov-coeff", "bov:=head", "bov:bov-coeff="])
@@ -380,6 +406,16 @@ def test_any_folder_will_do(stand_in, tmp_path):
 
 
 @NO_BASH
+@pytest.mark.parametrize("name", ["", "my run"])
+def test_wandb_gets_a_run_per_training(stand_in, name):
+    done, calls = stand_in[0](WANDB_RUN=name)
+    assert done.returncode == 0, done.stderr
+    runs = [re.search(r" --run (.*?) --seed", line)[1] for line in calls if "base_train" in line and "--run" in line]
+    tags = ["d24_flops_baseline_s0", "d24_flops_bov_s0"]
+    assert runs == ([f"{name}-{tag}" for tag in tags] if name else ["dummy", "dummy"])
+
+
+@NO_BASH
 def test_failed_data_ends_the_run(stand_in):
     done, calls = stand_in[0](FAIL="nanochat.dataset")
     assert done.returncode == 7 and not any("base_train" in line for line in calls)
@@ -433,9 +469,8 @@ def test_recorded_runs_are_recalled_where_there_is_none(stand_in, tmp_path):
     assert (recalled / "DONE.json").read_text() == "DONE.json of d24_flops_baseline_s0"
     assert not (half / "metrics.jsonl").exists(), "a run at work goes on"
     assert [line for line in calls if "base_train" in line and "baseline" in line], "the trainer checks the settings"
-    env = {"SCALE": "cpu", "BUDGET": "tokens", "SEEDS": "0", "NANOCHAT_BASE_DIR": str(tmp_path / "none")}
-    _, dry = ablations("fig5b/shared", **env)
-    assert dry.count("(a record of it is in") == 2, "the repository has records of both"
+    _, dry = ablations("fig5b/shared", SCALE="cpu", SEEDS="0", NANOCHAT_BASE_DIR=str(tmp_path / "none"))
+    assert dry.count("(a record of it is in") == 2, "the repository has both, at equal tokens"
 
 
 # ---------------------------------------------------------------------------- pure functions
