@@ -130,6 +130,8 @@ def check(args):
         raise ValueError(f"--export with {trained[0]}: give one model")
     if args.suite and trained:
         raise ValueError(f"--suite with {trained[0]}: the suite measures random weights of a shape")
+    if args.suite and args.bov_placement != "device":
+        raise ValueError("--suite with --bov-placement: its part mmap places tables itself, the others keep them")
 
 
 def is_random(args) -> bool:

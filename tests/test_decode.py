@@ -358,6 +358,26 @@ def test_a_cache_goes_on_after_a_forward_that_was_interrupted(strategy, kept, sm
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_cache_of_different_lengths_can_be_copied_and_used_again(strategy):
+    model = build(**preset("paper/bov"), sequence_len=64).eval()
+    ids = torch.randint(0, 50, (2, 20))
+    alone = [cache_of(model, 1, 20, strategy) for _ in range(2)]
+    for row, length in enumerate((3, 9)):
+        model(ids[row : row + 1, :length], kv_cache=alone[row])
+    first, copy = (cache_of(model, 2, 20, strategy) for _ in range(2))
+    first.prefill_rows(alone)
+    copy.prefill(first)
+    for step in range(2):
+        new = torch.stack([ids[0, 3 + step], ids[1, 9 + step]])[:, None]
+        logits = model(new, kv_cache=copy)
+        for row, length in enumerate((3, 9)):
+            whole = model(ids[row : row + 1, : length + step + 1])[0, -1]
+            torch.testing.assert_close(logits[row, 0], whole, rtol=1e-5, atol=1e-5)
+    copy.reset()
+    torch.testing.assert_close(decoded(model, ids, (5,), copy), model(ids), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_reset_cache_holds_nothing_of_before(strategy):
     model = build(**preset("paper/bov"), sequence_len=64).eval()
     cache = cache_of(model, 2, 20, strategy)
@@ -404,6 +424,22 @@ def test_a_step_past_the_cache_raises_and_writes_nothing(name):
     assert torch.equal(cache.k_cache, before) and cache.get_pos() == 8
     assert cache.history is None or cache.history.length == 8
     model(torch.randint(0, 50, (1, 2)), kv_cache=cache)
+
+
+@pytest.mark.parametrize("name", ["paper/bov", "upstream"])
+def test_rows_of_different_lengths_end_with_the_longest(name):
+    model = build(**preset(name)).eval()
+    alone = [cache_of(model, 1, 9) for _ in range(2)]
+    for length, cache in zip((3, 9), alone, strict=True):
+        model(torch.randint(0, 50, (1, length)), kv_cache=cache)
+    cache = cache_of(model, 2, 10)
+    cache.prefill_rows(alone)
+    before = cache.k_cache.clone()
+    with pytest.raises(ValueError, match="holds 10 positions: 9 are filled and 2 more"):
+        model(torch.randint(0, 50, (2, 2)), kv_cache=cache)
+    assert torch.equal(cache.k_cache, before) and cache.cache_seqlens.tolist() == [3, 9]
+    model(torch.randint(0, 50, (2, 1)), kv_cache=cache)
+    assert cache.cache_seqlens.tolist() == [4, 10]
 
 
 def test_positions_past_the_rotary_table_raise():

@@ -127,6 +127,7 @@ def test_prefill_repeats_one_row_and_copies_its_own_smear_state():
         assert torch.equal(target.v_cache[:, row, :4], source.v_cache[:, 0, :4])
         assert torch.equal(target.prev_embedding[row], source.prev_embedding[0])
     assert target.get_pos() == 4 and target.k_cache[:, :, 4:].count_nonzero() == 0
+    assert target.cache_seqlens.tolist() == [4, 4, 4]
     before = source.prev_embedding.clone()
     target.prev_embedding.zero_()
     assert torch.equal(source.prev_embedding, before)

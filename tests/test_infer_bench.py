@@ -181,6 +181,7 @@ def test_ids_of_a_text(base_dir, capsys):
         (["--model-tag", "x", "--depth", "3"], "--model-tag with a shape"),
         (["--export", "x", "--model-tag", "y"], "--export with --model-tag"),
         (["--suite", "--export", "x"], "--suite with --export"),
+        (["--suite", "--bov-placement", "host"], "--suite with --bov-placement"),
         (["--suite", "--preset", "paper/baseline", *SHAPE], "--suite compares layers without a V cache"),
         (["--rounds", "1"], "--rounds"),
         (["--device-type", "mps"], "CUDA devices and CPUs"),
