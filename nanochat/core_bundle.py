@@ -171,7 +171,7 @@ def read_tasks(bundle) -> list[Task]:
     path = Path(bundle, CONFIG)
     try:
         tasks = [_task(bundle, entry) for entry in yaml.safe_load(path.read_text(encoding="utf-8"))["icl_tasks"]]
-    except (OSError, yaml.YAMLError, KeyError, IndexError, TypeError, ValueError) as error:
+    except (OSError, yaml.YAMLError, KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not a list of CORE tasks ({type(error).__name__}: {first_line(error)})") from error
     if not tasks:
         raise ValueError(f"{path}: lists no task")
@@ -232,8 +232,8 @@ def read_items(task: Task, max_per_task=-1) -> list[dict]:
     try:
         with open(task.path, encoding="utf-8") as f:
             data = [json.loads(line) for line in f if line.strip()]
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{task.path}: cannot be read ({error})") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{task.path}: cannot be read ({first_line(error)})") from error
     if not data:
         raise ValueError(f"{task.path}: holds no items")
     check_items(data, task.kind, task.path)

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
+from nanochat.common import first_line
+
 DRAWS = 10_000
 SEED = 20260602
 CORE, ITEMS = "core.json", "items.jsonl"
@@ -130,16 +132,46 @@ def _sides(tasks):
 
 # ---------------------------------------------------------------------------- from files
 
+# What a line of items.jsonl has at least, by its kind, and each value's type.
+FORM = {
+    "item": {"task": str, "index": int, "correct": bool, "flags": list},
+    "task": {
+        "task": str, "n": int, "task_type": str, "num_fewshot": int, "continuation_delimiter": str,
+        "data_sha256": str, "seconds": float,
+    },
+}  # fmt: skip
+
+
+def read_lines(path) -> list[dict]:
+    """The lines of an items file, its header first. ValueError where it cannot be read or is not such a file."""
+    try:
+        header, *lines = (json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines())
+        if not isinstance(header, dict) or header["kind"] != "header" or not all(map(_has_form, lines)):
+            raise ValueError("a line of another kind")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(
+            f"{path}: no items of a CORE evaluation ({type(error).__name__}: {first_line(error)})"
+        ) from error
+    return [header, *lines]
+
+
+def _has_form(line) -> bool:
+    form = FORM[line["kind"]]
+    return all(type(line[key]) is kind for key, kind in form.items()) and set(map(type, line.get("flags", ()))) <= {str}
+
 
 def _core(folder) -> tuple[dict, dict]:
     """(accuracies, baselines) by label of a folder's core.json."""
     path = Path(folder, CORE)
     try:
         core = json.loads(path.read_text(encoding="utf-8"))
-        return dict(core["results"]), {label: float(core["baselines"]["table"][label]) for label in core["results"]}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        baselines = {label: float(core["baselines"]["table"][label]) for label in core["results"]}
+        if not all(0 <= percent < 100 for percent in baselines.values()):
+            raise ValueError("a baseline that is no percentage under 100")
+        return dict(core["results"]), baselines
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise ValueError(
-            f"{path}: no result of CORE ({type(error).__name__}: {error}); run base_eval --eval core"
+            f"{path}: no result of CORE ({type(error).__name__}: {first_line(error)}); run base_eval --eval core"
         ) from error
 
 
@@ -150,27 +182,25 @@ def read_items(folder) -> tuple[dict, dict, dict]:
     """
     path = Path(folder, ITEMS)
     try:
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        header = lines[0]
-        if header["kind"] != "header" or not header.keys() >= {"norm", "tokenizer_sha256"}:
-            raise KeyError("kind, norm or tokenizer_sha256")
-        listed, _ = _core(folder)
-        tasks = {line["task"]: line for line in lines if line["kind"] == "task" and line["task"] in listed}
-        outcomes = {label: [] for label in tasks}
-        for line in lines:
-            if line["kind"] == "item" and line["task"] in tasks:
-                outcomes[line["task"]].append(line["correct"])
-    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
-        raise ValueError(
-            f"{path}: no items of a CORE evaluation ({type(error).__name__}: {error}); run base_eval --eval core"
-        ) from error
+        header, *lines = read_lines(path)
+        if not header.keys() >= {"norm", "context", "tokenizer_sha256"}:
+            raise ValueError(f"{path}: its header lacks norm, context or tokenizer_sha256")
+    except ValueError as error:
+        raise ValueError(f"{error}; run base_eval --eval core") from error
+    listed, _ = _core(folder)
+    tasks = {line["task"]: line for line in lines if line["kind"] == "task" and line["task"] in listed}
+    outcomes = {label: [] for label in tasks}
+    for line in lines:
+        if line["kind"] == "item" and line["task"] in tasks:
+            outcomes[line["task"]].append(line["correct"])
     return header, tasks, outcomes
 
 
 def compare_folders(a, b) -> dict:
     """compare_outcomes of two folders with items.jsonl, baselines as a's core.json used them.
 
-    Adds left_out {label: why a task is not in the comparison} and same_tokenizer. Raises ValueError when the two were
+    Adds left_out {label: why a task is not in the comparison}, same_tokenizer, and contexts, the tokens of a prompt at
+    most in a and in b. Raises ValueError when the two were
     scored by different norms or share no task.
     """
     (header_a, tasks_a, items_a), (header_b, tasks_b, items_b) = read_items(a), read_items(b)
@@ -190,4 +220,5 @@ def compare_folders(a, b) -> dict:
     return result | {
         "left_out": left_out,
         "same_tokenizer": header_a["tokenizer_sha256"] == header_b["tokenizer_sha256"],
+        "contexts": (header_a["context"], header_b["context"]),
     }

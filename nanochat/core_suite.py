@@ -25,7 +25,7 @@ from nanochat.core_bundle import (
     table_sha256,
     task_identity,
 )
-from nanochat.core_compare import CORE, ITEMS, core_interval, summarise
+from nanochat.core_compare import CORE, ITEMS, core_interval, read_lines, summarise
 from nanochat.core_eval import answer_task, check_max_len, context_of, on_all_ranks, rank_and_ranks
 from nanochat.core_score import NORMS
 from nanochat.metrics import config_hash
@@ -49,10 +49,6 @@ class Settings:
     @property
     def norm_used(self) -> str:
         return self.norm or ("byte" if self.tasks == "paper21" else "token")
-
-
-# what a line of items.jsonl has at least, by its kind
-KEYS = {"item": {"task", "correct", "flags"}, "task": {"task", "n", "seconds"}}
 
 
 class Store:
@@ -79,12 +75,9 @@ class Store:
         if not path.exists():
             return []
         try:
-            header, *lines = (dict(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines())
-            if header["kind"] != "header" or not all(line.keys() >= KEYS[line["kind"]] for line in lines):
-                raise ValueError("a line of another kind")
-            return [header, *lines]
-        except (ValueError, TypeError, KeyError) as error:
-            print(f"{path}: not a file of CORE items ({error}); written anew")
+            return read_lines(path)
+        except ValueError as error:
+            print(f"{error}; written anew")
             return []
 
     def _make_room(self):

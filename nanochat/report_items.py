@@ -93,6 +93,9 @@ def sides(pair: Pair) -> list[str]:
     said += [f"Left out is {label}: {why}." for label, why in pair.found["left_out"].items()]
     if not pair.found["same_tokenizer"]:
         said.append("The two were trained with different tokenizers.")
+    theirs, ours = pair.found["contexts"]
+    if ours != theirs:
+        said.append(f"Prompts were cropped to {ours} tokens, the baseline's to {theirs}.")
     if pair.differs:
         said.append(f"The paper's differences are not comparable: {pair.differs}.")
     return said

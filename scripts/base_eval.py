@@ -176,7 +176,7 @@ def read_results(path):
     try:
         with open(path, encoding="utf-8") as f:
             return dict(json.load(f))
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         print(f"{path}: not a file of results ({error}); written anew")
         return {}
 

@@ -99,6 +99,24 @@ def test_the_paired_interval_ignores_what_both_models_share():
     )
 
 
+def test_the_core_difference_is_a_plain_bootstrap_of_items_and_a_plain_swap_of_answers():
+    rng, sizes, baselines = np.random.default_rng(3), {"x": 300, "y": 60}, {"x": 0.0, "y": 50.0}
+    a, b = ({label: (rng.random(n) < p).tolist() for label, n in sizes.items()} for p in (0.4, 0.47))
+    found = core_compare.compare_outcomes(a, b, baselines)
+    resampled, swapped = [], []
+    for label, n in sizes.items():
+        changes = np.subtract(b[label], a[label], dtype=float)
+        drawn = changes[rng.integers(n, size=(8000, n))].mean(1)
+        assert found["tasks"][label]["interval"] == pytest.approx(np.percentile(drawn, (2.5, 97.5)), abs=0.015)
+        weight = 1 / (1 - baselines[label] / 100)
+        resampled.append(weight * drawn)
+        swapped.append(weight * (rng.choice([-1, 1], (8000, n)) * changes).mean(1))
+    core = found["core"]
+    assert core["interval"] == pytest.approx(np.percentile(np.mean(resampled, 0), (2.5, 97.5)), abs=0.012)
+    p = np.mean(np.abs(np.mean(swapped, 0)) >= abs(core["difference"]) - 1e-12)
+    assert 0.05 < p < 0.95 and core["p_value"] == pytest.approx(p, abs=0.03)
+
+
 def test_different_items_are_not_compared():
     for a, b in (({"x": [True]}, {"y": [True]}), ({"x": [True]}, {"x": [True, False]}), ({}, {})):
         with pytest.raises(ValueError, match="not answered the same items"):

@@ -9,6 +9,8 @@ import zipfile
 
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import core_items
 from nanochat import core_bundle, core_compare, core_eval, core_suite
@@ -86,7 +88,7 @@ def test_csv_is_upstreams_table(tmp_path, result):
 
 
 def store(folder, **identity):
-    return Store(folder, {"tokenizer_sha256": "t", "norm": "token", **identity})
+    return Store(folder, {"tokenizer_sha256": "t", "norm": "token", "context": 640, **identity})
 
 
 def read(folder):
@@ -102,7 +104,7 @@ def test_files_hold_every_item(tmp_path, bundle, result):
     evaluate(bundle, store(tmp_path))
     core, (header, *lines) = read(tmp_path)
     assert core["core_metric"] == result["core_metric"] and core["complete"] and core["tokenizer_sha256"] == "t"
-    assert header == {"kind": "header", "tokenizer_sha256": "t", "norm": "token"}
+    assert header == {"kind": "header", "tokenizer_sha256": "t", "norm": "token", "context": 640}
     for label, (kind, count) in SIZES.items():
         *items, end = [line for line in lines if line["task"] == label]
         assert [line["index"] for line in items] == list(range(count)) and end["kind"] == "task" and end["n"] == count
@@ -151,10 +153,11 @@ def test_a_task_whose_file_is_bad_costs_only_itself(tmp_path, bundle, capsys):
     assert again["core_metric"] is not None and again["failed_tasks"] == {}
 
 
-def test_no_task_at_all_is_an_error(tmp_path, bundle):
+@pytest.mark.parametrize("text", ["not json\n", "[" * 200_000], ids=["words", "deep"])
+def test_no_task_at_all_is_an_error(tmp_path, bundle, text):
     shutil.copytree(bundle, tmp_path / "bundle")
     for path in (tmp_path / "bundle" / "eval_data" / "own").iterdir():
-        path.write_text("not json\n")
+        path.write_text(text)
     with pytest.raises(ValueError, match="no task of .* could be evaluated"):
         evaluate(tmp_path / "bundle")
 
@@ -188,13 +191,41 @@ def test_other_settings_do_not_overwrite_and_come_back(tmp_path, bundle, monkeyp
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", '{"kind": "header"}\n7\n', '{"kind": "header"}\n{"kind": "item", "task": "own_mc"}\n'],
-    ids=["empty", "cut", "number", "half item"],
+    ["", "{", '{"kind": "header"}\n7\n', '{"kind": "header"}\n{"kind": "item", "task": "own_mc"}\n', "[" * 200_000],
+    ids=["empty", "cut", "number", "half item", "deep"],
 )
 def test_a_damaged_items_file_is_written_anew(tmp_path, bundle, text, result):
     (tmp_path / "items.jsonl").write_text(text)
     assert evaluate(bundle, store(tmp_path))["results"] == result["results"]
     assert len(read(tmp_path)[1]) == 1 + sum(count + 1 for _, count in SIZES.values())
+
+
+ANYTHING = st.sampled_from([None, [], {}, "x", -1, 1.5, True, [None], 10**400, "[" * 9])
+
+
+def test_files_with_any_value_anywhere_are_refused_by_name_or_answered_anew(tmp_path, bundle, result, capsys):
+    for side in "ab":
+        evaluate(bundle, store(tmp_path / side))
+    core, lines = read(tmp_path / "b")
+
+    @settings(max_examples=30, deadline=None)
+    @given(st.integers(1, len(lines) - 1), st.data(), ANYTHING)
+    def check(number, data, value):
+        key = data.draw(st.sampled_from(sorted(lines[number])))
+        changed = [line | {key: value} if i == number else line for i, line in enumerate(lines)]
+        (tmp_path / "b" / "items.jsonl").write_text("\n".join(map(json.dumps, changed)) + "\n")
+        table = core["baselines"] | {"table": core["baselines"]["table"] | {"own_mc": value}}
+        for again in (core, core | {"baselines": table}):
+            (tmp_path / "b" / "core.json").write_text(json.dumps(again))
+            for sides in ("ab", "ba"):
+                try:
+                    core_compare.compare_folders(*(tmp_path / side for side in sides))
+                except ValueError as error:
+                    assert str(tmp_path) in str(error) or "the same items" in str(error)
+        found = evaluate(bundle, store(tmp_path / "b"))
+        assert found["results"] == result["results"] or (key, value) == ("correct", True)
+
+    check()
 
 
 def test_what_a_model_says_never_ends_a_line(tmp_path, bundle, monkeypatch):
@@ -413,6 +444,7 @@ ENTRY = {"label": "a", "dataset_uri": "a.jsonl", "num_fewshot": [1], "icl_task_t
         ("icl_tasks:\n- {label: a}", "not a list of CORE tasks"),
         ("icl_tasks: [a]", "not a list of CORE tasks"),
         (": :", "not a list of CORE tasks"),
+        ("icl_tasks: " + "[" * 5000, "not a list of CORE tasks"),
         ("icl_tasks: []", "lists no task"),
         ([ENTRY, ENTRY], "a is there 2 times"),
         ([ENTRY | {"num_fewshot": 5}], "a: num_fewshot 5"),
@@ -423,7 +455,7 @@ ENTRY = {"label": "a", "dataset_uri": "a.jsonl", "num_fewshot": [1], "icl_task_t
         ([ENTRY | {"icl_task_type": ["schema"]}], "known are multiple_choice"),
         ([ENTRY | {"continuation_delimiter": None}], "continuation_delimiter None"),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
+    ids=lambda value: value[:60] if isinstance(value, str) else "",
 )
 def test_a_bad_task_list_is_named(tmp_path, text, message):
     (tmp_path / "core.yaml").write_text(text if isinstance(text, str) else yaml.safe_dump({"icl_tasks": text}))

@@ -14,15 +14,16 @@ from scripts import bov_report
 
 BASELINES = {"copa": 50.0, "squad": 0.0, "piqa": 50.0}
 NO_TASKS = {"task_type": "multiple_choice", "num_fewshot": 0, "continuation_delimiter": " ", "data_sha256": "d"}
+ITEM = {"kind": "item", "flags": []}
 
 
-def write_core(folder, outcomes, norm="byte", tokenizer="t"):
+def write_core(folder, outcomes, norm="byte", tokenizer="t", context=2560):
     """core.json and items.jsonl as base_eval writes them; outcomes: {task: one 0 or 1 per item}."""
-    head = {"kind": "header", "norm": norm, "tokenizer_sha256": tokenizer}
+    head = {"kind": "header", "norm": norm, "context": context, "tokenizer_sha256": tokenizer}
     lines = [head]
     for label, right in outcomes.items():
-        lines += [{"kind": "item", "task": label, "index": i, "correct": bool(x)} for i, x in enumerate(right)]
-        lines.append({"kind": "task", "task": label, "n": len(right), **NO_TASKS})
+        lines += [{**ITEM, "task": label, "index": i, "correct": bool(x)} for i, x in enumerate(right)]
+        lines.append({"kind": "task", "task": label, "n": len(right), "seconds": 0.1, **NO_TASKS})
     (folder / "items.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     accuracies = {label: sum(right) / len(right) for label, right in outcomes.items()}
     own = {"norm": norm, "core_tasks": "paper21", "max_per_task": -1, "core_metric": 0.1, "results": accuracies}
@@ -112,11 +113,15 @@ def test_what_cannot_be_compared_is_said_and_the_report_made(pair, tmp_path, dam
     assert "Not compared" in (tmp_path / "out" / "report.md").read_text()
 
 
-def test_tasks_that_only_one_has_and_other_tokenizers_are_said(pair):
-    write_core(pair[1], {"copa": [1] * 20, "piqa": [1]}, tokenizer="u")
-    (found,), _ = report_items.find_pairs(sections_of(*pair), {})
-    said = " ".join(report_items.sides(found))
-    assert "Left out is piqa" in said and "Left out is squad" in said and "different tokenizers" in said
+def test_tasks_that_only_one_has_and_other_tokenizers_and_contexts_are_said(pair):
+    def said():
+        (found,), _ = report_items.find_pairs(sections_of(*pair), {})
+        return " ".join(report_items.sides(found))
+
+    assert not re.search("Left out|tokenizers|cropped", said())
+    write_core(pair[1], {"copa": [1] * 20, "piqa": [1]}, tokenizer="u", context=64)
+    assert "Left out is piqa" in said() and "Left out is squad" in said() and "different tokenizers" in said()
+    assert "Prompts were cropped to 64 tokens, the baseline's to 2560." in said()
 
 
 def test_damaged_core_json_names_the_file(pair):
