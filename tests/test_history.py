@@ -109,12 +109,14 @@ def test_reset_and_prefill_begin_anew():
 
 
 @torch.no_grad()
-def test_pools_grow_in_few_steps():
+def test_pools_grow_in_few_steps_and_keep_their_rows():
     history, table = History(1, 1000, "cpu"), Away(4000)
     sizes = set()
     for token in range(1000):
         history.append(torch.tensor([[token]]))
-        sizes.add(history.pool(table, 2).untyped_storage().nbytes())
+        pool = history.pool(table, 2)
+        sizes.add(pool.untyped_storage().nbytes())
+        assert torch.equal(pool[0].transpose(0, 1).flatten(1), table.embedding.weight[: token + 1])
     assert len(sizes) <= 12 and table.fetched == list(range(1000))
     assert max(sizes) <= 1.6 * 1000 * table.width * 4
 
@@ -142,6 +144,8 @@ def test_the_order_of_slots_does_not_depend_on_when_they_are_asked_for(lengths, 
             history.append(ids)
     late.assign_slots(9)
     assert early.assign_slots(9) == late.distinct and torch.equal(early.token_slot, late.token_slot)
+    rows = (late.ids[row, :length].tolist() for row, length in enumerate(late.lengths.tolist()))
+    assert set(late.pool_ids[: late.distinct].tolist()) == set(itertools.chain(*rows))
     for row, length in enumerate(late.lengths.tolist()):
         assert torch.equal(early.slots[row, :length], late.slots[row, :length])
 
