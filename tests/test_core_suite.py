@@ -3,9 +3,11 @@
 import io
 import json
 import math
+import os
 import random
 import shutil
 import zipfile
+from pathlib import Path
 
 import pytest
 import yaml
@@ -399,6 +401,22 @@ def test_lists_have_the_shots_of_their_authors():
     changed = {k: v for k, v in core_bundle.PAPER21.items() if v != core_bundle.DCLM22[k]}
     assert changed == {"arc_easy": 25, "arc_challenge": 25, "winogrande": 5}
     assert core_bundle.DCLM22.keys() - core_bundle.PAPER21 == {"hellaswag_zeroshot"}
+    assert core_bundle.DCLM22["hellaswag_zeroshot"] == 0 and V1["hellaswag_zeroshot"] == V1["hellaswag"]
+
+
+AUTHORS, BUNDLE = os.environ.get("NANOCHAT_AUTHORS"), os.environ.get("NANOCHAT_EVAL_BUNDLE")
+
+
+@pytest.mark.skipif(not AUTHORS, reason="set NANOCHAT_AUTHORS to a checkout of the paper's authors")
+def test_the_papers_list_is_that_of_its_authors():
+    listed = yaml.safe_load(Path(AUTHORS, "configs", "core.yaml").read_text(encoding="utf-8"))["icl_tasks"]
+    assert {task["label"]: task["num_fewshot"][0] for task in listed} == core_bundle.PAPER21
+
+
+@pytest.mark.skipif(not BUNDLE, reason="set NANOCHAT_EVAL_BUNDLE to an evaluation bundle")
+def test_the_first_table_of_baselines_is_the_bundles():
+    labels = [task.label for task in core_bundle.read_tasks(BUNDLE)]
+    assert core_bundle.read_baselines(BUNDLE, "bundle", labels) == core_bundle.read_baselines(BUNDLE, "v1", labels)
 
 
 def test_a_list_takes_what_the_bundle_has_with_its_own_shots(tmp_path):

@@ -314,15 +314,29 @@ def test_core_that_is_incomplete_ends_with_what_failed_after_all_else_is_written
     assert "own_lm" in (here / "base_eval" / "tiny_000002.csv").read_text()
 
 
-def test_core_under_torchrun_is_what_one_process_finds(here, folder, bundle):
-    evaluate("--eval", "core", "--eval-bundle", str(bundle))
-    alone = json.loads((folder / "core.json").read_text())["results"]
+def test_two_ranks_find_what_one_process_finds(here, folder, bundle, tmp_path):
+    for i in range(5):
+        (tmp_path / f"{i}.txt").write_text(f"Text {i} of the café. " * (i + 1), encoding="utf-8")
+    flags = ["--eval", "core,bpb,context", "--eval-bundle", str(bundle), "--source", f"text:{tmp_path}/*.txt"]
+    flags += ["--split-tokens=-1", "--max-per-task", "3"]
+
+    def found():
+        core, context = (json.loads((folder / name).read_text()) for name in ("core.json", "context.json"))
+        rows = [row for windows in ("trained", "unlimited") for row in context["positions"][windows]]
+        return core["results"], context["probes"], rows, result(here)["source_bpb"]["bpb"]
+
+    evaluate(*flags)
+    core, probes, rows, bpb = found()
     (folder / "items.jsonl").unlink()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m"]
-    flags = ["scripts.base_eval", "--eval", "core", "--eval-bundle", str(bundle), "--device-type", "cpu"]
-    done = subprocess.run([*command, *flags], capture_output=True, text=True, cwd=Path(__file__).parent.parent)
+    command += ["scripts.base_eval", "--device-type", "cpu", "--device-batch-size", "2", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads((folder / "core.json").read_text())["results"] == alone and done.stdout.count("\nCORE ") == 1
+    assert done.stdout.count("\nCORE ") == 1
+    assert found()[:2] == (core, probes) and found()[3] == pytest.approx(bpb, rel=1e-5)
+    assert [row["bytes"] for row in found()[2]] == [row["bytes"] for row in rows] and rows[0]["bytes"] > 0
+    for ours, alone in zip(found()[2], rows, strict=True):
+        assert ours["bpb"] == pytest.approx(alone["bpb"], rel=1e-5)
 
 
 def test_core_waits_for_no_other_evaluation(here, folder, bundle):
