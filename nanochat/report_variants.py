@@ -45,7 +45,6 @@ WORDS = {
 SOURCE_WORDS = {"table": "E_v[i]", "x0": "x0 W_V", "first": "V1", "residual": "V"}
 COEFF_WORDS = {"scalar": "learned", "head": "learned per head", "gate": "gated", "fixed": "fixed"}
 ALWAYS = {"plan.total_batch_size"}
-LATER = {"muon"}  # older headers have it not, which says nothing
 
 # ---------------------------------------------------------------------------- variants
 
@@ -203,7 +202,6 @@ def _usual(identities) -> dict:
 def _differences(facts, alike, usual) -> tuple[list[str], list[str]]:
     """(own, setting): in words, where a variant stands apart from the others of its preset."""
     names = sorted({n for other in alike for n in other if any(other.get(n) != o.get(n) for o in alike)})
-    names = [n for n in names if n not in LATER or all(n in other for other in alike)]
     own, setting = [], []
     rates = {n: facts[n] / usual[n] for n in names if n.startswith("plan.lr.") and facts.get(n) and usual.get(n)}
     if len(rates) > 1 and len({f"{ratio:.3g}" for ratio in rates.values()}) == 1:  # all rates by one factor

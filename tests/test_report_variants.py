@@ -57,15 +57,6 @@ def test_what_follows_from_the_machine_makes_no_variant(tmp_path):
     assert len(shelf.variants()) == 1
 
 
-def test_what_older_headers_lack_is_no_difference_in_a_label(tmp_path):
-    old, new = (write_run(tmp_path / name, "paper/bov", 1.4, seed=0, **more) for name, more in
-                (("old", {}), ("new", {"data": {"train_part": 0.5}})))  # fmt: skip
-    lines = (new / "metrics.jsonl").read_text().splitlines()
-    lines[0] = json.dumps(json.loads(lines[0]) | {"muon": "paper"})
-    (new / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    assert [v.label for v in group([load_run(old), load_run(new)])] == ["paper/bov", "paper/bov, train_part 0.5"]
-
-
 def test_what_no_label_names_still_keeps_variants_apart(tmp_path):
     shelf = Shelf(tmp_path).add("paper/bov", [1.4]).add("paper/bov", [1.4], data={"train_sha": "f" * 64})
     labels = [v.label for v in shelf.variants()]
