@@ -337,29 +337,34 @@ def test_an_unknown_strategy_is_refused():
         History(1, 4, "cpu", "quick")
 
 
+def interrupt(model, ids, cache):
+    """A forward of ids that is stopped in its last layer."""
+
+    def stop(x):
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(model.transformer.h[3].mlp, "forward", stop)
+        model(ids, kv_cache=cache)
+
+
 @pytest.mark.parametrize("smear", [False, True], ids=["no-smear", "smear"])
 @pytest.mark.parametrize("kept", [False, True], ids=["without-v", "with-v"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_cache_goes_on_after_a_forward_that_was_interrupted(strategy, kept, smear, monkeypatch):
+def test_a_cache_goes_on_after_a_forward_that_was_interrupted(strategy, kept, smear):
     model = build(**preset("paper/bov") | {"smear": smear}, sequence_len=64).eval()
     ids = torch.randint(0, 50, (2, 20))
     cache = cache_of(model, 2, 20, strategy, value_layers=None if kept else "model")
     first = decoded(model, ids[:, :4], (3,), cache)
 
-    def stop(x):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(model.transformer.h[3].mlp, "forward", stop)
-        with pytest.raises(KeyboardInterrupt):
-            model(torch.randint(0, 50, (2, 14)), kv_cache=cache)
+    interrupt(model, torch.randint(0, 50, (2, 14)), cache)
     rest = decoded(model, ids[:, 4:], (3,), cache)
     torch.testing.assert_close(torch.cat([first, rest], 1), model(ids), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_cache_of_different_lengths_can_be_copied_and_used_again(strategy):
-    model = build(**preset("paper/bov"), sequence_len=64).eval()
+def test_a_cache_of_different_lengths_can_be_copied_interrupted_and_used_again(strategy):
+    model = build(**preset("paper/bov"), sequence_len=8, window_pattern="L").eval()
     ids = torch.randint(0, 50, (2, 20))
     alone = [cache_of(model, 1, 20, strategy) for _ in range(2)]
     for row, length in enumerate((3, 9)):
@@ -368,6 +373,7 @@ def test_a_cache_of_different_lengths_can_be_copied_and_used_again(strategy):
     first.prefill_rows(alone)
     copy.prefill(first)
     for step in range(2):
+        interrupt(model, torch.randint(0, 50, (2, 7)), copy)
         new = torch.stack([ids[0, 3 + step], ids[1, 9 + step]])[:, None]
         logits = model(new, kv_cache=copy)
         for row, length in enumerate((3, 9)):
