@@ -502,3 +502,19 @@ def test_folders_are_compared_task_by_task(tmp_path, bundle):
         core_compare.compare_folders(tmp_path / "a", tmp_path / "c")
     with pytest.raises(ValueError, match="nowhere"):
         core_compare.compare_folders(tmp_path / "a", tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("task_type", "schema"), ("num_fewshot", 9), ("continuation_delimiter", ""), ("data_sha256", "x"), ("n", 7)],
+)
+def test_a_task_that_was_asked_otherwise_is_left_out_of_a_comparison(tmp_path, bundle, key, value):
+    for side in "ab":
+        evaluate(bundle, store(tmp_path / side))
+    lines = [
+        line | {key: value} if line["kind"] == "task" and line["task"] == "own_mc" else line
+        for line in read(tmp_path / "b")[1]
+    ]
+    (tmp_path / "b" / "items.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    found = core_compare.compare_folders(tmp_path / "a", tmp_path / "b")
+    assert found["left_out"] == {"own_mc": f"another {key}"} and set(found["tasks"]) == {"own_schema", "own_lm"}
