@@ -35,6 +35,7 @@ if [ "$BUDGET" = tokens ] && [ "$TOKENS" != 0 ]; then NAME+=_tokens; fi # other 
 words_of "${SEEDS:-0 1 2}"
 SEEDS=(${words[@]+"${words[@]}"})
 words_of "${VARIANTS:-baseline bov}"
+if [ ${#words[@]} -gt 0 ]; then words_of "${words[*]/#paper\//}"; fi # paper/bov is bov: one training, one record
 VARIANTS=(${words[@]+"${words[@]}"})
 [ ${#SEEDS[@]} -gt 0 ] || die "SEEDS is empty: use whole numbers, as in \"0 1 2\""
 [ ${#VARIANTS[@]} -gt 0 ] || die "VARIANTS is empty: use baseline, bov or names of presets"

@@ -174,7 +174,11 @@ def test_wrong_settings_are_named(env, message):
 @NO_BASH
 def test_words_count_once_and_stand_on_any_line():
     done = script(
-        12, DRY_RUN="1", NANOCHAT_PYTHON="/nowhere/python", SEEDS="3\n4 3", VARIANTS="baseline\nbov baseline\n"
+        12,
+        DRY_RUN="1",
+        NANOCHAT_PYTHON="/nowhere/python",
+        SEEDS="3\n4 3",
+        VARIANTS="baseline\nbov paper/baseline paper/bov\n",
     )
     tags = re.findall(r"scripts.base_train --model-tag (\S+)", done.stdout)
     assert tags == [f"d12_flops_{variant}_s{seed}" for seed in (3, 4) for variant in ("baseline", "bov")]
@@ -265,7 +269,7 @@ def test_ablations_are_table_1_and_figure_5b():
 def test_ablations_of_named_presets_bring_their_baseline():
     runs, _ = ablations("paper/bov", "bov:bov-coeff=head,bov-layers=last:1/2", SEEDS="0 5", DEPTH="24", FLOPS="3.91e19")
     tags = [tag.removeprefix("d24_flops_") for tag, _ in runs]
-    variants = ["baseline", "paper_bov", "bov_bov-coeff_head_bov-layers_last_1_2"]
+    variants = ["baseline", "bov", "bov_bov-coeff_head_bov-layers_last_1_2"]
     assert tags == [f"{variant}_s{seed}" for seed in (0, 5) for variant in variants]
     assert " ".join(runs[2][1]).count("--bov-coeff head --bov-layers last:1/2") == 1
 
