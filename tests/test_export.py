@@ -13,6 +13,7 @@ from models import build
 from nanochat.bov.placement import OnDevice, OnDisk, OnHost, SafetensorsFile
 from nanochat.checkpoint_manager import save_checkpoint
 from nanochat.common import COMPUTE_DTYPE, seal
+from nanochat.engine import KVCache
 from nanochat.export import VERSION, export_model, load_exported
 from nanochat.gpt import config_to_dict
 from nanochat.tokenizer import RustBPETokenizer, save_token_bytes
@@ -184,6 +185,19 @@ def test_placed_tables_compute_the_same_bits(tmp_path, tokenizer, placement, nam
             assert type(bank.rows) is (OnHost if placement == "host" else OnDisk)
             assert bank.table.weight.is_meta == (placement == "mmap") and bank.rows.weight is None
     assert len({id(block.attn.bank.rows) for block in loaded.transformer.h[2:]}) == (1 if name == "shared" else 2)
+
+
+@pytest.mark.parametrize("strategy", ["gather", "fused", "pooled"])
+def test_tables_stored_in_another_dtype_decode_to_the_same_bits(tmp_path, tokenizer, strategy):
+    export(make(**BANK), tokenizer, tmp_path, dtype=torch.bfloat16)
+    found = []
+    for placement in ("device", "host", "mmap"):
+        model, _, _ = load_exported(tmp_path, "cpu", placement=placement)
+        options = dict(value_layers=model.value_layers, strategy=strategy)
+        cache = KVCache(1, 2, IDS.size(1), 8, 4, "cpu", COMPUTE_DTYPE, **options)
+        with torch.inference_mode():
+            found.append(torch.cat([model(part, kv_cache=cache) for part in IDS.split([7, 1, 1, 1, 1, 1], dim=1)], 1))
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
 def test_mmap_reads_no_row_of_a_table_while_loading(tmp_path, tokenizer, monkeypatch):
