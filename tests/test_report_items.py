@@ -17,7 +17,7 @@ NO_TASKS = {"task_type": "multiple_choice", "num_fewshot": 0, "continuation_deli
 ITEM = {"kind": "item", "flags": []}
 
 
-def write_core(folder, outcomes, norm="byte", tokenizer="t", context=2560):
+def write_core(folder, outcomes, norm="byte", tokenizer="t", context=2560, **core):
     """core.json and items.jsonl as base_eval writes them; outcomes: {task: one 0 or 1 per item}."""
     head = {"kind": "header", "norm": norm, "context": context, "tokenizer_sha256": tokenizer}
     lines = [head]
@@ -27,11 +27,11 @@ def write_core(folder, outcomes, norm="byte", tokenizer="t", context=2560):
     (folder / "items.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     accuracies = {label: sum(right) / len(right) for label, right in outcomes.items()}
     own = {"norm": norm, "core_tasks": "paper21", "max_per_task": -1, "core_metric": 0.1, "results": accuracies}
-    (folder / "core.json").write_text(json.dumps(own | {"baselines": {"table": BASELINES}}))
+    (folder / "core.json").write_text(json.dumps(own | {"baselines": {"table": BASELINES}} | core))
     return folder
 
 
-def write_context(folder, shift=0.0, accuracy=0.4, T=256, items=40):
+def write_context(folder, shift=0.0, accuracy=0.4, T=256, items=40, **more):
     """context.json whose bits per byte are 2 - position / T + shift, in 16 buckets up to 4 T."""
     positions = [
         {"from": a, "to": a + T // 4, "bpb": 2 - a / T + shift, "bytes": 100 + a} for a in range(0, 4 * T, T // 4)
@@ -45,7 +45,7 @@ def write_context(folder, shift=0.0, accuracy=0.4, T=256, items=40):
     result = {"sequence_len": T, "source": "validation split", "items": items, "seed": 1}
     result["positions"] = dict.fromkeys(windows, positions)
     result["probes"] = {"passkey": dict.fromkeys(windows, rows), "recall": dict.fromkeys(windows, rows)}
-    (folder / "context.json").write_text(json.dumps(result))
+    (folder / "context.json").write_text(json.dumps(result | more))
     return folder
 
 
@@ -84,6 +84,57 @@ def test_the_papers_difference_stands_beside_ours_with_what_differs(pair):
     assert lines["squad"]["paper"] == "+0.025"  # Table 2, equal tokens: 0.531 - 0.506
     assert lines["squad"]["won / lost / tied"] == "0 / 2 / 10"
     assert "6 layers, not 24" in found.differs and "not comparable" in report_items.sides(found)[-1]
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ({"core_tasks": "dclm22"}, "tasks and shots of dclm22, not of paper21"),
+        ({"norm": "token"}, "scored per token, not per byte"),
+        ({"max_per_task": 20}, "at most 20 items of a task"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_what_keeps_a_core_from_the_papers_is_named(pair, setting, said):
+    (usual,), _ = report_items.find_pairs(sections_of(*pair), read_paper())
+    for folder in pair:
+        write_core(folder, {"copa": [1, 0] * 10}, **setting)
+    (found,), _ = report_items.find_pairs(sections_of(*pair), read_paper())
+    assert said in found.differs and said not in usual.differs
+
+
+@pytest.mark.parametrize(
+    ("right", "side", "told_apart"),
+    [(20, "above", True), (11, "above", False), (9, "below", False), (0, "below", True)],
+)
+def test_a_difference_has_its_side_and_whether_the_items_show_it(pair, right, side, told_apart):
+    for folder, count in zip(pair, (10, right), strict=True):
+        write_core(folder, {"copa": [1] * count + [0] * (20 - count)})
+    (found,), _ = report_items.find_pairs(sections_of(*pair), {})
+    said = report_items.sentence(found)
+    assert f" {side} `paper/baseline`" in said and ("do not tell the two apart" not in said) == told_apart
+    up, down = (f"{len(found.found[name])}" for name in ("gains", "regressions"))
+    assert said.endswith(f"Tasks up: {up}, down: {down}.") and int(up) + int(down) == 1
+
+
+def test_beyond_chance_is_judged_by_the_corrected_p_and_tables_have_both_sides(pair):
+    write_core(pair[0], {"copa": [0] * 6 + [1] * 6, "piqa": [0] * 12, "squad": [1] + [0] * 11})
+    write_core(pair[1], {"copa": [1] * 12, "piqa": [1] * 12, "squad": [0] * 12})
+    (found,), _ = report_items.find_pairs(sections_of(*pair), {})
+    # sign tests: 2 / 2^12, 2 / 2^6 and 1; Holm takes them 3, 2 and 1 times
+    assert report_items.sides(found)[0] == "Up: piqa (+1.000, beyond chance), copa (+0.500)."
+    rows = {
+        line[0]: dict(zip(block["heads"], line, strict=True))
+        for block in (report_items.task_table(found), report_items.core_table([found]))
+        for line in block["lines"]
+    }
+    assert (rows["copa"]["p"], rows["copa"]["p (Holm)"]) == ("0.031", "0.062")
+    assert rows["piqa"]["p (Holm)"] == "0.0015" and rows["piqa"]["won / lost / tied"] == "12 / 0 / 0"
+    whole = rows["`paper/bov`"]
+    assert (whole["CORE"], whole["its CORE"], whole["difference"]) == ("0.6667", "-0.3056", "+0.9722")
+    assert (whole["up"], whole["down"]) == ("2 (1)", "1 (0)")
+    low, high = map(float, whole["95 % interval"].split(" to "))
+    assert low < 0.9722 < high
 
 
 def test_pages_hold_both_sides_and_the_first_pair_is_bovs(pair, tmp_path):
@@ -189,10 +240,15 @@ def test_probes_show_the_mean_over_seeds_and_leave_out_lengths_that_are_too_shor
     assert len(block["lines"]) == 2 * 2 * 2 and block["lines"][0][-1] == "0.40 (0.20 to 0.60)"
 
 
-def test_a_context_of_another_length_is_not_beside_the_others(contexts, tmp_path):
-    write_context(contexts[-1], T=512)
+@pytest.mark.parametrize("setting", [{"T": 512}, {"items": 7}, {"source": "text:a"}, {"seed": 2}], ids="-".join)
+def test_contexts_of_another_setting_are_not_beside_the_others(contexts, setting):
+    write_context(contexts[0], **setting)
     context = report_context.collect(group([load_run(folder) for folder in contexts]))
-    assert context.T == 256 and context.left_out == ["`b2`"]
+    assert context.T == 256 and context.left_out == ["`a0`"]
+
+
+def test_a_context_of_another_length_is_named_in_the_report(contexts, tmp_path):
+    write_context(contexts[-1], T=512)
     pictures = bov_report.report(contexts, tmp_path / "out")[1]
     assert {"context_positions.png", "context_probes.png"} <= set(pictures)
     assert "not beside these: `b2`" in (tmp_path / "out" / "report.md").read_text()
