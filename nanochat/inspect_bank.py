@@ -16,6 +16,7 @@ from nanochat.gpt import position_and_norm
 from nanochat.train import fresh_model
 
 QUARTILES = ("q25", "median", "q75")
+SAME_START = 0.9  # cosine; decay in bf16 turns a row down to 0.98, since it moves only its larger elements
 
 
 @dataclass(frozen=True)
@@ -208,7 +209,7 @@ def starting_rows(model, seed, dtype, untouched) -> tuple[list, float]:
 
     dtype: the run's compute dtype, in which its tables were stored. A draw depends on the kind of device: the CPU's is
     tried, then the GPU's. `untouched`: ids that no text holds, whose rows can only shrink by weight decay; agreement is
-    the lowest cosine between such rows and their start. Raises ValueError when it is not nearly 1.
+    the lowest cosine between such rows and their start. Raises ValueError when it is below SAME_START.
     """
     assert untouched
     agreements = []
@@ -217,7 +218,7 @@ def starting_rows(model, seed, dtype, untouched) -> tuple[list, float]:
         pairs = zip((t.rows for t in tables(model)), drawn, strict=True)
         cosines = [torch.cosine_similarity(a[untouched].double(), b[untouched].double()).min() for a, b in pairs]
         agreements.append(min(cosines).item())
-        if agreements[-1] > 0.99:
+        if agreements[-1] > SAME_START:
             return drawn, agreements[-1]
     raise ValueError(
         f"seed {seed} does not give the weights that this run began with (rows that no text touches agree with cosine "
