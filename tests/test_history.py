@@ -102,8 +102,10 @@ def test_reset_and_prefill_begin_anew():
     one.append(torch.tensor([[7]]))
     table.fetched[:] = [5, 7]
     check_bookkeeping(one, table, [[5, 7, 5, 7]])
+    assert one.lengths.tolist() == [4] and three.lengths.tolist() == [4, 4, 4]
     one.reset()
     one.append(torch.tensor([[8]]))
+    assert one.lengths.tolist() == [1]
     table.fetched.clear()
     check_bookkeeping(one, table, [[8]])
 

@@ -157,11 +157,11 @@ def test_what_is_no_table_is_refused(path, key, message):
 
 def test_verify_finds_one_wrong_bit(homes):
     table, *placed = homes
-    ids = torch.tensor([9, 2, 50])
+    ids = torch.tensor([9, 2, 50]).repeat(1500)  # more than are compared at a time
     for home in placed:
         rows = table[ids].clone()
         verify(home, ids, rows)
-        rows.view(torch.uint8)[2, 5] ^= 1
+        rows.view(torch.uint8)[-1, 5] ^= 1
         with pytest.raises(ValueError, match="row of token 50 "):
             verify(home, ids, rows)
 
