@@ -99,6 +99,30 @@ def test_probes_have_their_length_and_one_right_answer(kind, extra):
             assert all(prompt.count(token) == 1 for (token,) in ends)
 
 
+@pytest.mark.parametrize("kind", ["passkey", "recall"])
+def test_places_texts_and_answers_of_items_vary(kind):
+    asked = PROBES.make(kind, 150, 40)
+    prompts = [row[: question.starts[0]] for question in asked for row in question.rows[:1]]
+    assert len({question.gold for question in asked}) > CHOICES // 2
+    if kind == "passkey":
+        places = [text(prompt).index("The pass key is") / len(text(prompt)) for prompt in prompts]
+    else:
+        places = [prompt.index(prompt[-1]) / len(prompt) for prompt in prompts]
+    assert min(places) < 0.25 and max(places) > 0.6
+    assert len({sentence for sentence in context_eval.FILLER for prompt in prompts if sentence in text(prompt)}) > 5
+
+
+def test_both_windows_are_measured_and_differ_only_beyond_the_trained_ones(capsys):
+    model = tiny(n_layer=1, smear=False, ve_layers="none", sequence_len=16)
+    ids = torch.randint(256, (2, 65))
+    found = context_eval.evaluate_context(
+        model, TOKENIZER, TOKENIZER.token_byte_counts(), lambda length: [(ids[:, :length], ids[:, 1 : length + 1])], 2
+    )
+    trained, unlimited = ([row["bpb"] for row in found["positions"][kind]] for kind in context_eval.WINDOWS)
+    assert trained[:4] == unlimited[:4] and all(a != b for a, b in zip(trained[5:], unlimited[5:], strict=True))
+    assert model.window_sizes[0][0] == 16 and len(trained) == 16
+
+
 def test_items_are_the_same_every_time_and_differ_among_each_other():
     for kind in context_eval.PROBES:
         made = PROBES.make(kind, 80, 5)

@@ -233,6 +233,24 @@ def test_parts_weigh_buckets_by_bytes_and_pair_the_seeds(contexts):
     assert [round(p.mean, 6) for p in curve] == [-0.02] * 16 and curve[-1].x == 3.875
 
 
+def test_buckets_without_text_are_left_out(contexts):
+    for folder in contexts:
+        found = json.loads((folder / "context.json").read_text())
+        for rows in found["positions"].values():
+            for row in rows[7:]:  # 1.75 T and beyond
+                row |= {"bytes": 0, "bpb": None}
+        (folder / "context.json").write_text(json.dumps(found))
+    context = report_context.collect(group([load_run(folder) for folder in contexts]))
+    base, bov = context.results
+    block = report_context.position_table(context, {bov: base})
+    lines = {line[0]: dict(zip(block["heads"], line, strict=True)) for line in block["lines"][:3]}
+    # buckets at 256, 320 and 384 of T = 256: bpb 1, 0.75 and 0.5, bytes 356, 420 and 484
+    expected = (356 + 0.75 * 420 + 0.5 * 484) / 1260 + 0.1
+    assert lines["`paper/baseline`"]["1 to 2 T"] == f"{expected:.4f}" and "2 to 4 T" not in block["heads"]
+    assert lines["`paper/bov` minus `paper/baseline`"]["1 to 2 T"].startswith("-0.0200")
+    assert len(report_context.position_curve(context, bov, "trained", base)) == 7
+
+
 def test_probes_show_the_mean_over_seeds_and_leave_out_lengths_that_are_too_short(contexts):
     context = report_context.collect(group([load_run(folder) for folder in contexts]))
     block = report_context.probe_table(context)
