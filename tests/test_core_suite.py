@@ -67,6 +67,20 @@ def test_fewer_items_per_task_are_the_first_of_the_draw_and_said(bundle):
     assert found["flags"] == {"fewer_shots": 6} and found["max_per_task"] == 2
 
 
+def test_a_shorter_context_crops_and_is_recorded(bundle, result):
+    found = evaluate(bundle, max_len=24)
+    assert found["context"] == 24 and result["context"] == 640 and "cropped" not in result["flags"]
+    assert found["flags"]["cropped"] == sum(row["flags"].get("cropped", 0) for row in found["tasks"].values()) > 9
+    assert evaluate(bundle, max_len=10**6)["context"] == 640
+
+
+def test_all_that_answers_depend_on_is_in_their_identity():
+    usual = core_suite.core_identity(Settings(), -1, 640)
+    assert usual == core_suite.core_identity(Settings("dclm22", baselines="v1"), -5, 640)
+    for chosen, items, context in ((Settings(norm="byte"), -1, 640), (Settings(), 5, 640), (Settings(), -1, 20)):
+        assert core_suite.core_identity(chosen, items, context) != usual
+
+
 def test_the_paper_implies_its_norm_and_a_flag_wins():
     norms = [Settings("paper21"), Settings("dclm22"), Settings("bundle"), Settings("paper21", "token")]
     assert [chosen.norm_used for chosen in norms] == ["byte", "token", "token", "token"]
@@ -289,11 +303,16 @@ def test_standard_is_a_whole_list_by_its_own_rules(tmp_path, monkeypatch, shots,
     assert not evaluate(folder, max_per_task=1, **options)["standard"]
 
 
-def test_other_baselines_are_not_the_standard(tmp_path, monkeypatch):
+def test_other_baselines_are_not_the_standard(tmp_path, monkeypatch, result):
     monkeypatch.setitem(core_suite.TASK_LISTS, "dclm22", {"commonsense_qa": 2})
     folder = core_items.write_bundle(tmp_path / "b", {"commonsense_qa": ("multiple_choice", 4)})
-    found = {name: evaluate(folder, baselines=name)["standard"] for name in ("v1", "current", "bundle")}
-    assert found == {"v1": True, "current": False, "bundle": False}
+    found = {name: evaluate(folder, baselines=name) for name in ("v1", "current", "bundle")}
+    standard = {name: summary["standard"] for name, summary in found.items()}
+    assert standard == {"v1": True, "current": False, "bundle": False}
+    assert [summary["baselines"]["name"] for summary in found.values()] == list(found)
+    assert len({summary["baselines"]["sha256"] for summary in found.values()}) == 3
+    assert {summary["bundle_sha256"] for summary in found.values()} == {found["v1"]["bundle_sha256"]}
+    assert found["v1"]["bundle_sha256"] != result["bundle_sha256"]
 
 
 # ---------------------------------------------------------------------------- bundle
