@@ -7,6 +7,7 @@ Everything printed also goes to inspect.txt in the output folder, beside the pic
 """
 
 import argparse
+import os
 import sys
 from itertools import islice
 from pathlib import Path
@@ -405,9 +406,10 @@ def main(argv=None):
     shown = "\n".join(lines)
     with atomic_write(out / "inspect.txt", "w") as f:
         f.write(shown)
-    print(shown)
     if args.json is not None:
         write_json(args.json, found)
+    print(shown)
+    if args.json is not None:
         print(f"json:    {args.json}")
     print(f"report:  {out / 'inspect.txt'}")
     for name in found["pictures"]:
@@ -417,6 +419,8 @@ def main(argv=None):
 if __name__ == "__main__":
     try:
         main()
+    except BrokenPipeError:  # | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError) as error:
         sys.exit(f"bov_inspect: {error}")
     except KeyboardInterrupt:

@@ -7,6 +7,7 @@ its items.jsonl, and context.json, nothing else.
 """
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -72,5 +73,7 @@ def main(argv=None):
 if __name__ == "__main__":
     try:
         main()
+    except BrokenPipeError:  # | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         sys.exit("\nbov_report: stopped")

@@ -442,6 +442,18 @@ def test_errors_are_one_line_and_a_status(base_dir):
     assert "Traceback" not in done.stderr
 
 
+def test_a_reader_that_leaves_is_no_error(base_dir, tmp_path):
+    files = ["--out", str(tmp_path / "out"), "--json", str(tmp_path / "found.json")]
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "scripts.bov_inspect", "moved", *files], stdout=write, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"NANOCHAT_BASE_DIR": str(base_dir)}, cwd=Path(__file__).parent.parent, check=False,
+    )  # fmt: skip
+    os.close(write)
+    assert done.returncode == 0 and "Broken" not in done.stderr and (tmp_path / "found.json").exists()
+
+
 # ---------------------------------------------------------------------------- words on the screen and in pictures
 
 

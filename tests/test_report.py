@@ -1,8 +1,12 @@
 """bov_report on made-up runs: what is read, what is computed, what is said."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -16,6 +20,8 @@ from nanochat.report_tables import run_table, screen
 from nanochat.report_variants import baseline_runs, compare, group
 from report_runs import BATCH, BOV, STEPS, Shelf, gamma, header, write_run
 from scripts import bov_report
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture
@@ -280,6 +286,15 @@ def test_a_folder_that_cannot_be_written_is_a_plain_error(pair, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(SystemExit, match="bov_report: .*file"):
         bov_report.main([*map(str, pair), "--out", str(tmp_path / "file")])
+
+
+def test_a_reader_that_leaves_is_no_error(pair, tmp_path):
+    command = [sys.executable, "-m", "scripts.bov_report", *map(str, pair), "--out", str(tmp_path / "out")]
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(command, cwd=ROOT, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert done.returncode == 0 and "Broken" not in done.stderr and (tmp_path / "out" / "report.html").exists()
 
 
 @pytest.mark.parametrize("sample", ["bov_s42", "nobody=x", "bov_s42=/no/such/file"])
