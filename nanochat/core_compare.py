@@ -69,13 +69,14 @@ def sign_test(wins: int, losses: int) -> float:
     return min(1.0, 2 * sum(comb(n, i) for i in range(k + 1)) / 2**n)
 
 
-def holm(p_values) -> list[float]:
-    """Holm's step-down correction, in the order given: each at least the raw value, at most 1."""
-    adjusted, worst, m = [0.0] * len(p_values), 0.0, len(p_values)
-    for rank, i in enumerate(sorted(range(m), key=p_values.__getitem__)):
-        worst = max(worst, min(1.0, (m - rank) * p_values[i]))
-        adjusted[i] = worst
-    return adjusted
+def holm(p_values) -> list[float | None]:
+    """Holm's step-down correction, in the given order; None stays None and counts as no test."""
+    tests = sorted((p, i) for i, p in enumerate(p_values) if p is not None)
+    corrected, least = [None] * len(p_values), 0.0
+    for rank, (p, i) in enumerate(tests):
+        least = max(least, min(1.0, (len(tests) - rank) * p))
+        corrected[i] = least
+    return corrected
 
 
 def compare_outcomes(a: dict, b: dict, baselines: dict) -> dict:

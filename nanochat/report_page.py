@@ -59,7 +59,8 @@ CORE_WORDS = (
     "Each variant's run against the baseline's run of the same seed, over the items that both answered. Intervals "
     "(95 %, bootstrap) and p-values take the items as drawn and the two trainings as fixed; a task's p is the exact "
     "sign test on the items that one has right and the other wrong (wins and losses), Holm's correction covers the "
-    "tasks of the pair; *up* and *down* count tasks, in brackets those beyond chance, whose corrected p is below 0.05."
+    "tasks of the pair; *up* and *down* count tasks, in brackets those beyond chance, whose corrected p is below 0.05. "
+    "Where a model has all or none of a task's items right, the bootstrap cannot vary and its interval has no width."
 )
 POSITION_WORDS = (
     "Bits per byte by position in rows of up to 4 T tokens of {source}, T = {T} being the length of the rows in "

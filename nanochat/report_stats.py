@@ -53,13 +53,3 @@ def paired(ours, theirs, confidence: float = CONFIDENCE) -> Paired:
     error = sd / math.sqrt(n)
     half = error * float(student_t.ppf((1 + confidence) / 2, n - 1))
     return Paired(n, mean, mean - half, mean + half, float(2 * student_t.sf(abs(mean) / error, n - 1)))
-
-
-def holm(p_values) -> list[float | None]:
-    """Holm's step-down correction, in the given order; None stays None and counts as no test."""
-    tests = sorted((p, i) for i, p in enumerate(p_values) if p is not None)
-    corrected, least = [None] * len(p_values), 0.0
-    for rank, (p, i) in enumerate(tests):
-        least = max(least, min(1.0, (len(tests) - rank) * p))
-        corrected[i] = least
-    return corrected

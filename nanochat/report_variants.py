@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 
 from nanochat.bov.host import AXES
 from nanochat.bov.presets import PRESETS
+from nanochat.core_compare import holm
 from nanochat.report import Run, final_bpb, same_validation
-from nanochat.report_stats import Paired, holm, paired
+from nanochat.report_stats import Paired, paired
 from nanochat.report_words import count
 
 BASELINE_PRESETS = ("paper/baseline", "table1/1")

@@ -340,7 +340,8 @@ def score_core(run: Run, say):
         run.model.train()
         run.evaluated += time.perf_counter() - start
     run.log.log("core", step=run.step, core_metric=found["core_metric"], results=found["results"], most=most)
-    value = "incomplete" if found["core_metric"] is None else f"{found['core_metric']:.4f}"
+    failed = "; ".join(f"{label}: {why}" for label, why in found["failed_tasks"].items())
+    value = f"incomplete ({failed})" if failed else f"{found['core_metric']:.4f}"
     say(f"step {run.step}/{run.plan.num_iterations}  CORE {value}")
 
 

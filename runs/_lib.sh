@@ -4,10 +4,12 @@
 #   NANOCHAT_BASE_DIR    where everything made goes (each script has its own default under out/)
 #   NANOCHAT_PYTHON      a Python that has all packages already; then no .venv is made
 set -euo pipefail
+unset CDPATH # with it cd prints, or finds another folder
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 cd "$ROOT"
 PYTHON_BIN=${NANOCHAT_PYTHON:-$ROOT/.venv/bin/python}
+case $PYTHON_BIN in /*) ;; */*) PYTHON_BIN=$OLDPWD/$PYTHON_BIN ;; esac # that of the caller
 DRY_RUN=${DRY_RUN:-0}
 export PYTHONUNBUFFERED=1 # a log file shows each line when it is printed
 
@@ -102,7 +104,7 @@ need_tokenizer() { # need_tokenizer FLAG...: trained once, and again when the fl
 }
 
 python_ready() { # whether the Python of the commands is there with its packages
-    [ -x "$PYTHON_BIN" ] && { [ -n "${NANOCHAT_PYTHON:-}" ] || [ -f .venv/setup.stamp ]; }
+    command -v "$PYTHON_BIN" >/dev/null && { [ -n "${NANOCHAT_PYTHON:-}" ] || [ -f .venv/setup.stamp ]; }
 }
 
 train_run() { # train_run TAG FLAG...: the plan in a dry run; else train, continue, or leave a finished run as it is

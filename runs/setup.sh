@@ -4,6 +4,7 @@
 #   PYTHON=/path/to/python3.12 bash runs/setup.sh   another base Python (3.10 to 3.14)
 #   INSTALLER=pip bash runs/setup.sh                pip although uv is there (pip | uv)
 set -euo pipefail
+unset CDPATH # with it cd prints, or finds another folder
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 die() { printf 'setup: %s\n' "$*" >&2; exit 1; }

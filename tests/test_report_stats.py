@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from nanochat.report_stats import holm, mean_sd, paired
+from nanochat.core_compare import holm
+from nanochat.report_stats import mean_sd, paired
 
 bits = st.floats(0.5, 3.0).map(lambda value: round(value, 4))
 pairs = st.lists(st.tuples(bits, bits), min_size=2, max_size=8)

@@ -89,6 +89,26 @@ def test_dry_run_without_any_environment(job, tmp_path):
     assert "once set-up has run" in done.stdout and not base.exists()
 
 
+@pytest.mark.parametrize("given", ["python", "../{name}/python"], ids=["on the path", "relative"])
+def test_a_python_is_found_as_the_caller_names_it(given, echo_python, tmp_path):
+    python, log = echo_python
+    (tmp_path / "runs").mkdir()  # which CDPATH would lead to
+    path, given = f"{tmp_path}:{os.environ['PATH']}", given.format(name=tmp_path.name)
+    done = bash(
+        f"DRY_RUN=1 bash '{ROOT}/runs/bov_cpu.sh'", cwd=tmp_path, CDPATH=str(tmp_path), PATH=path,
+        NANOCHAT_PYTHON=given, NANOCHAT_BASE_DIR="base",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert log.read_text().count("--dry-run") == 2 and f"everything goes to {tmp_path}/base" in done.stdout
+
+
+def test_cdpath_leads_nowhere_else(tmp_path):
+    (tmp_path / "runs").mkdir()
+    done = bash("DRY_RUN=1 bash runs/bov_cpu.sh", CDPATH=f"{tmp_path}:.", NANOCHAT_PYTHON="/nowhere/python",
+                NANOCHAT_BASE_DIR=str(tmp_path / "base"))  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("job", JOBS)
 def test_both_models_get_the_same_flags(job, tmp_path):
     done = bash(f"DRY_RUN=1 bash '{ROOT / job}'", NANOCHAT_PYTHON="/nowhere/python", NANOCHAT_BASE_DIR=str(tmp_path))

@@ -356,6 +356,14 @@ def test_core_that_cannot_be_computed_is_one_line_and_training_goes_on(base, cap
     assert (folder / "DONE.json").exists()
 
 
+def test_core_without_one_task_says_which_and_why(base, capsys):
+    bundle = write_bundle(base / "eval_bundle", {"own_mc": ("multiple_choice", 4), "own_lm": ("language_modeling", 4)})
+    (bundle / "eval_data" / "own" / "own_mc.jsonl").write_text("{")
+    go("--num-iterations", "1", "--core-metric-every", "1")
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "CORE" in line]
+    assert "CORE incomplete (own_mc: " in line and "own_mc.jsonl" in line
+
+
 def test_ctrl_c_while_starting_is_one_line(base):
     command = [sys.executable, "-X", "importtime", "-m", "scripts.base_train", *TINY, "--num-iterations", "8"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1])
