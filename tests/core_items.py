@@ -20,6 +20,7 @@ from scripts.core_bench import load_upstream
 ANSWERS = Path(__file__).parent / "data" / "core_upstream.json"
 MERGES = ["th", "he", "in", "er", "an", "re", " a", " t", " the", "ou", " b", "on", "en", " s", "is", " is", "ing"]
 SHOTS = (0, 3)
+SIZES = {"own_mc": ("multiple_choice", 8), "own_schema": ("schema", 9), "own_lm": ("language_modeling", 4)}
 MODELS = {
     "upstream": {},
     "windowed": {"sequence_len": 64, "window_pattern": "SSL", "n_layer": 6},
