@@ -156,7 +156,11 @@ def _unfinished(runs):
 
 def _curves(names, comparisons, budget, at, pictures, style, whole=True):
     found = []
+    devices = sorted({str(run.header.get("device")) for v in names for run in v.runs})
     for x, words in AXES.items() if whole else [("tokens", AXES["tokens"])]:
+        if x == "seconds" and len(devices) > 1:
+            found.append(text(f"Not drawn against {words}: the runs are of several devices, {'; '.join(devices)}."))
+            continue
         alt = f"Validation bits per byte against {words}, {at}"
         found += pictures(draw_bpb(names, comparisons, x, style), f"{budget}_bpb_by_{x}.png", alt)
     return found

@@ -213,6 +213,22 @@ def test_whole_report(pair, tmp_path, capsys):
         assert (out / name).read_bytes().startswith(b"\x89PNG") and str(out / name) in screen
 
 
+def test_training_time_is_compared_on_one_device_alone(pair, tmp_path):
+    out = tmp_path / "one"
+    bov_report.report(pair, out)
+    assert (out / "equal_tokens_bpb_by_seconds.png").exists()
+    lines = (pair[1] / "metrics.jsonl").read_text().splitlines()
+    lines[0] = json.dumps(json.loads(lines[0]) | {"device": "a GPU"})
+    (pair[1] / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    out = tmp_path / "two"
+    bov_report.report(pair, out)
+    assert not (out / "equal_tokens_bpb_by_seconds.png").exists()
+    assert (
+        "Not drawn against training time: the runs are of several devices, a GPU; cpu."
+        in (out / "report.md").read_text()
+    )
+
+
 def test_tables_are_rectangular(pair):
     block = run_table(table_of(*pair))
     assert {len(line) for line in block["lines"]} == {len(block["heads"])} == {len(block["aligns"])}
