@@ -79,9 +79,9 @@ def differs(variant: Variant, table: dict) -> str:
 
 
 def _setting(run) -> dict:
-    """What SETTING and SIZES are compared with; older headers do not name the optimizer, which was the paper's."""
+    """What SETTING and SIZES are compared with."""
     own = run.config | {name: run.plan.get(name) for name in ("total_batch_size", "weight_decay")}
-    own |= {"matrix_lr": (run.plan.get("lr") or {}).get("matrix"), "muon": run.header.get("muon", "paper")}
+    own |= {"matrix_lr": (run.plan.get("lr") or {}).get("matrix"), "muon": run.header.get("muon")}
     own |= {"source": run.data.get("source"), "train_part": run.data.get("train_part", 1.0)}
     return own | {"dtype": str(run.header.get("dtype")).removeprefix("torch.")}
 

@@ -19,7 +19,7 @@ def gamma(step, layer):
 
 
 def header(preset="paper/baseline", seed=42, val="v" * 64, expected_epochs=1.86, steps=STEPS, flops_per_token=None,
-           lr=(), config=(), data=(), changed=False, dtype="torch.bfloat16", muon=None, **plan):  # fmt: skip
+           lr=(), config=(), data=(), changed=False, dtype="torch.bfloat16", muon="paper", **plan):  # fmt: skip
     """A header; `lr`, `config`, `data` and further keywords replace single fields of the header's parts."""
     axes = PRESETS[preset] | dict(config)
     bank = list(parse_layers(axes.get("bov_layers", "none"), LAYERS))
@@ -28,7 +28,7 @@ def header(preset="paper/baseline", seed=42, val="v" * 64, expected_epochs=1.86,
     cost = flops_per_token or 60_000_000 - 1_000_000 * len(bank)
     return {
         "kind": "header", "commit": "a" * 40, "versions": {"torch": "2.13.0"}, "device": "cpu",
-        "dtype": dtype, **({"muon": muon} if muon else {}), "preset": preset + " (changed)" * changed, "seed": seed,
+        "dtype": dtype, "muon": muon, "preset": preset + " (changed)" * changed, "seed": seed,
         "config": {"n_layer": LAYERS, "n_embd": 320, "vocab_size": 4096, "sequence_len": 256, **axes},
         "tokenizer_sha256": "t" * 64, "eval_tokens": -1,
         "data": {"source": "sotu", "val_sha": val, "train_sha": "d" * 64, **dict(data)},
