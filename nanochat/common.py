@@ -103,6 +103,18 @@ def leave(code: int = 0):
     os._exit(code)
 
 
+def run_script(name: str, main):
+    """main() of a script: a ValueError or OSError is one line and status 1, Ctrl-C a line, a closed pipe nothing."""
+    try:
+        main()
+    except BrokenPipeError:  # | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (ValueError, OSError) as error:
+        sys.exit(f"{name}: {error}")
+    except KeyboardInterrupt:
+        sys.exit(f"\n{name}: stopped")
+
+
 # Dense bf16 FLOP/s and memory bytes/s by data sheet; the first row all of whose words occur in the name wins.
 PEAKS = (
     (("gb200",), 2.5e15, 8.0e12), (("b200",), 2.25e15, 8.0e12), (("b100",), 1.8e15, 8.0e12),

@@ -4,13 +4,13 @@ python -m scripts.bov_export d12_bov --fold-gamma --dtype bf16 --out out/d12_bov
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 import torch
 
 from nanochat.bov.placement import SafetensorsFile, placed_tables
 from nanochat.checkpoint_manager import SOURCES, build_model, resolve_checkpoint
+from nanochat.common import run_script
 from nanochat.export import WEIGHTS, export_model
 
 DTYPES = {
@@ -65,9 +65,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (ValueError, OSError) as error:
-        sys.exit(f"bov_export: {error}")
-    except KeyboardInterrupt:
-        sys.exit("\nbov_export: stopped")
+    run_script("bov_export", main)

@@ -7,7 +7,6 @@ Everything printed also goes to inspect.txt in the output folder, beside the pic
 """
 
 import argparse
-import os
 import sys
 from itertools import islice
 from pathlib import Path
@@ -15,7 +14,7 @@ from pathlib import Path
 from nanochat import inspect_bank as bank
 from nanochat.bov import host
 from nanochat.checkpoint_manager import build_model, resolve_checkpoint
-from nanochat.common import COMPUTE_DTYPE, DTYPES, atomic_write, get_base_dir, progress, write_json
+from nanochat.common import COMPUTE_DTYPE, DTYPES, atomic_write, get_base_dir, progress, run_script, write_json
 from nanochat.dataloader import deal
 from nanochat.dataset import parquets_iter_batched
 from nanochat.export import load_exported
@@ -417,11 +416,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BrokenPipeError:  # | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (ValueError, OSError) as error:
-        sys.exit(f"bov_inspect: {error}")
-    except KeyboardInterrupt:
-        sys.exit("\nbov_inspect: stopped")
+    run_script("bov_inspect", main)

@@ -10,8 +10,6 @@ Without --preset the model is paper/bov. Savings are against the same shape with
 import argparse
 import json
 import math
-import os
-import sys
 from collections import defaultdict
 from dataclasses import replace
 from fractions import Fraction
@@ -24,7 +22,7 @@ from nanochat.bov import decode as bov_decode
 from nanochat.bov import host, memory, placement
 from nanochat.bov.memory import Decode, Sizes
 from nanochat.checkpoint_manager import list_steps, meta_path, resolve_checkpoint
-from nanochat.common import COMPUTE_DTYPE, DTYPES, autodetect_device_type, compute_init
+from nanochat.common import COMPUTE_DTYPE, DTYPES, autodetect_device_type, compute_init, run_script
 from nanochat.gpt import GPTConfig, config_from_dict
 from nanochat.memory_meter import SEED, measure
 from nanochat.plan import memory_sizes, meta_model, model_config
@@ -364,11 +362,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BrokenPipeError:  # | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (ValueError, OSError) as error:
-        sys.exit(f"bov_memory: {error}")
-    except KeyboardInterrupt:
-        sys.exit("\nbov_memory: stopped")
+    run_script("bov_memory", main)

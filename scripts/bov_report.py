@@ -7,11 +7,9 @@ its items.jsonl, and context.json, nothing else.
 """
 
 import argparse
-import os
-import sys
 from pathlib import Path
 
-from nanochat.common import get_base_dir
+from nanochat.common import get_base_dir, run_script
 from nanochat.paper import read_paper
 from nanochat.report import load_run, row
 from nanochat.report_findings import AT
@@ -61,19 +59,11 @@ def main(argv=None):
     parser.add_argument("--title", default=None, help="heading of the report")
     args = parser.parse_args(argv)
     out = Path(args.out or Path(get_base_dir()) / "report")
-    try:
-        shown, pictures = report(args.run_dir, out, args.baseline, args.sample, args.title)
-    except (ValueError, OSError) as error:
-        sys.exit(f"bov_report: {error}")
+    shown, pictures = report(args.run_dir, out, args.baseline, args.sample, args.title)
     print(f"\n{shown}\n")
     for kind, name in [("report", "report.md"), ("report", "report.html"), *(("picture", name) for name in pictures)]:
         print(f"{kind}: {out / name}")
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BrokenPipeError:  # | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except KeyboardInterrupt:
-        sys.exit("\nbov_report: stopped")
+    run_script("bov_report", main)

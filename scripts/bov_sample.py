@@ -6,13 +6,12 @@ python -m scripts.bov_sample --export out/d6_bov --bov-placement mmap
 
 import argparse
 import codecs
-import os
 import sys
 
 from nanochat.bov.decode import STRATEGIES
 from nanochat.bov.placement import PLACEMENTS, place
 from nanochat.checkpoint_manager import load_model
-from nanochat.common import autodetect_device_type, compute_cleanup, compute_init
+from nanochat.common import autodetect_device_type, compute_cleanup, compute_init, run_script
 from nanochat.engine import Engine
 from nanochat.export import load_exported
 
@@ -75,11 +74,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BrokenPipeError:  # | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (ValueError, OSError) as error:
-        sys.exit(f"bov_sample: {error}")
-    except KeyboardInterrupt:
-        sys.exit("\nbov_sample: stopped")
+    run_script("bov_sample", main)

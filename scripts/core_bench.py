@@ -11,7 +11,6 @@ import importlib.util
 import os
 import platform
 import statistics
-import sys
 import time
 from pathlib import Path
 
@@ -19,7 +18,7 @@ import torch
 
 from nanochat import core_eval
 from nanochat.bov.presets import preset
-from nanochat.common import COMPUTE_DTYPE, progress, write_json
+from nanochat.common import COMPUTE_DTYPE, progress, run_script, write_json
 from nanochat.core_bundle import choose_tasks, find_bundle, read_items
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.metrics import git_commit
@@ -169,7 +168,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ValueError as error:
-        sys.exit(f"core_bench: {error}")
+    run_script("core_bench", main)

@@ -14,7 +14,6 @@ import json
 import math
 import os
 import statistics
-import sys
 import time
 from fractions import Fraction
 from types import SimpleNamespace
@@ -39,6 +38,7 @@ from nanochat.common import (
     get_peak_bandwidth,
     get_peak_flops,
     jsonable,
+    run_script,
     write_json,
 )
 from nanochat.engine import Engine
@@ -446,11 +446,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BrokenPipeError:  # | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (ValueError, OSError) as error:
-        sys.exit(f"infer_bench: {error}")
-    except KeyboardInterrupt:
-        sys.exit("\ninfer_bench: stopped")
+    run_script("infer_bench", main)

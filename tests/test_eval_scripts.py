@@ -127,6 +127,25 @@ def test_errors_are_one_line_and_a_status(base_dir):
         assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("raised", "said", "code"),
+    [
+        ("ValueError('--depth 0')", "name: --depth 0", 1),
+        ("OSError('disk full')", "name: disk full", 1),
+        ("KeyboardInterrupt", "name: stopped", 1),
+        ("BrokenPipeError", "", 0),
+        ("KeyError('x')", "Traceback", 1),
+    ],
+)
+def test_a_script_ends_in_one_line_unless_it_is_at_fault(raised, said, code):
+    program = f"from nanochat.common import run_script\ndef main(): raise {raised}\nrun_script('name', main)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=Path(__file__).parent.parent
+    )
+    assert done.returncode == code and done.stderr.strip().startswith(said), done.stderr
+    assert ("Traceback" in done.stderr) == (said == "Traceback") and (done.stderr == "") == (said == "")
+
+
 # ---------------------------------------------------------------------------- base_eval
 
 
