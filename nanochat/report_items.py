@@ -58,7 +58,7 @@ def _paper(c: Comparison, run, paper) -> tuple[dict, str]:
     printed = task_differences(paper, name, c.variant.name, c.baseline.name)
     if not printed:
         return {}, ""
-    reasons = [differs(c.variant, paper[name])]
+    reasons = [differs(c.variant, paper, name)]
     reasons += [f"tasks and shots of {run.core['core_tasks']}, not of paper21"] * (run.core["core_tasks"] != "paper21")
     reasons += [f"scored per {run.core['norm']}, not per byte"] * (run.core["norm"] != "byte")
     reasons += [f"at most {run.core['max_per_task']} items of a task"] * (run.core["max_per_task"] > 0)

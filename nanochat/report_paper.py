@@ -14,16 +14,6 @@ SETTING = {
     "source": "climbmix", "train_part": 1.0, "vocab_size": 32768, "sequence_len": 2048, "window_pattern": "SSSL",
     "muon": "paper", "dtype": "bfloat16",
 }  # fmt: skip
-SIZES = {  # layers -> what else the paper's models have; rates and decay as at the start
-    12: {
-        "n_embd": 768, "n_head": 6, "n_kv_head": 6, "total_batch_size": 2**19, "matrix_lr": 0.02,
-        "weight_decay": 0.28,
-    },
-    24: {
-        "n_embd": 1536, "n_head": 12, "n_kv_head": 12, "total_batch_size": 2**20, "matrix_lr": 0.0283,
-        "weight_decay": 0.0597,
-    },
-}  # fmt: skip
 AGREES, DISAGREES, OPEN = "agrees", "disagrees", "cannot be told"
 
 
@@ -61,15 +51,15 @@ def same_point(variant: Variant, preset: str) -> bool:
     return any(name == preset or name in PRESETS and PRESETS[name] == PRESETS.get(preset) for name in own)
 
 
-def differs(variant: Variant, table: dict) -> str:
-    """How a variant's configuration is not the paper's, in words; "" where it is."""
-    plan, own = variant.first.plan, _setting(variant.first)
+def differs(variant: Variant, paper: dict, name: str) -> str:
+    """How a variant's configuration is not that of the paper's table `name`, in words; "" where it is."""
+    table, plan, own = paper[name], variant.first.plan, _setting(variant.first)
     layers, theirs = own.get("n_layer", "?"), table["n_layer"]
     found = [] if layers == theirs else [f"{layers} layers, not {theirs}"]
     budget, ours = ("flops", variant.flops) if "flops" in table else ("tokens", plan.get("total_tokens"))
     if not ours or abs(ours / table[budget] - 1) > TOLERANCE:
         found.append(f"not {power(table[budget])} {budget.replace('flops', 'FLOPs')}")
-    wanted = SETTING | (SIZES[theirs] if layers == theirs else {})
+    wanted = SETTING | (paper["source"]["models"][str(theirs)] if layers == theirs else {})
     found += [
         f"{name.replace('_', ' ')} {_short(own.get(name))}, not {_short(value)}"
         for name, value in wanted.items()
@@ -79,7 +69,7 @@ def differs(variant: Variant, table: dict) -> str:
 
 
 def _setting(run) -> dict:
-    """What SETTING and SIZES are compared with."""
+    """What SETTING and the paper's models are compared with."""
     own = run.config | {name: run.plan.get(name) for name in ("total_batch_size", "weight_decay")}
     own |= {"matrix_lr": (run.plan.get("lr") or {}).get("matrix"), "muon": run.header.get("muon")}
     own |= {"source": run.data.get("source"), "train_part": run.data.get("train_part", 1.0)}
@@ -110,20 +100,21 @@ def beside(groups, paper: dict) -> list[Row]:
     """
     found = []
     for name in TABLES:
-        tables = [_rows(name, paper[name], group) for group in groups if name in paper]
+        tables = [_rows(name, paper, group) for group in groups if name in paper]
         best = max(tables, key=lambda rows: (sum(not row.differs for row in rows), len(rows)), default=[])
         found += best if len(best) > 1 or not all(row.differs for row in best) else []
     return found
 
 
-def _rows(name, table, group) -> list[Row]:
+def _rows(name, paper, group) -> list[Row]:
+    table = paper[name]
     plain = [v for v in group if v.name == v.preset]
     pairs = [(row, v) for row in table["rows"] for v in plain if same_point(v, row.get("preset"))]
     pairs.sort(key=lambda pair: pair[0]["bpb"])
     means = [mean_sd(v.bpb.values())[0] if v.bpb else None for _, v in pairs]
     numbers, known = [row["bpb"] for row, _ in pairs], sorted(mean for mean in means if mean is not None)
     return [
-        Row(v, name, table["where"], _words(row), row["bpb"], row.get("core"), mean, differs(v, table),
+        Row(v, name, table["where"], _words(row), row["bpb"], row.get("core"), mean, differs(v, paper, name),
             1 + numbers.index(row["bpb"]), None if mean is None else 1 + known.index(mean))
         for (row, v), mean in zip(pairs, means, strict=True)
     ]  # fmt: skip
